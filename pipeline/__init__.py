@@ -1,0 +1,1 @@
+"""What a training step is and what runs it: schedule, coordinator, layer templates, compute and optimizer actors."""

@@ -1,0 +1,1 @@
+"""What a user runs: each module is one command, `python -m tasks.NAME`."""
