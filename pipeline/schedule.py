@@ -42,6 +42,8 @@ class Op(StrEnum):
     """The layer's state slot -> NVMe."""
     SNAPSHOT = "snapshot"
     """The layer's state -> a checkpoint, while training goes on."""
+    EVALUATE = "evaluate"
+    """Final norm, LM head and the sum of token losses, without gradients."""
 
 
 class Pass(StrEnum):
@@ -61,7 +63,8 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         """As the dashboard and `ray timeline` show it."""
         layer = f"[{self.layer}]" if self.layer >= 0 else ""
-        return f"re{self.op}{layer}" if self.pass_ is Pass.BACKWARD else f"{self.op}{layer}"
+        again = "re" if self.pass_ is Pass.BACKWARD and self.op is not Op.BACKWARD else ""
+        return f"{again}{self.op}{layer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,15 @@ class Operation:
     after: tuple[Key, ...] = ()
     """Operations of this step that must have returned."""
     after_last: tuple[Key, ...] = ()
-    """Operations of the step before that must have returned; void in the first step."""
+    """Operations of the step before that must have returned; void where it had none such."""
     slot: int = -1
     """Device slot that STAGE fills and FORWARD, HEAD, BACKWARD read."""
+
+
+EMBEDDING_SLOT = -1
+"""Device slot of the embedding. An untied head may share its memory: the edges allow it."""
+HEAD_SLOT = -2
+"""Device slot of the head layer: the LM head matrix with the final norm, or the final norm alone where tied."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +97,215 @@ class SchedulePlan:
     """Global clipping: updates wait for the norm and run in forward order."""
     decoder_slots: int = 2
     """Device slots that the decoder layers share: 2 is double buffering."""
+    outgoing_buffers: int = 2
+    """Device buffers that hold finished gradients until they have left."""
     weight_slots: tuple[int | None, ...] = ()
     """By layer: RAM slot of weights that live on NVMe; empty or None where they live in RAM."""
     state_slots: tuple[int | None, ...] = ()
     """By layer: RAM slot of state that lives on NVMe; empty or None where it lives in RAM."""
     gradient_slots: tuple[int, ...] = ()
     """By layer: gradient slot in RAM; empty means one of its own for every layer."""
+
+    @property
+    def num_layers(self) -> int:
+        """Embedding and head included."""
+        return len(self.kinds)
+
+    @property
+    def head(self) -> int:
+        """Index of the head layer, the last."""
+        return len(self.kinds) - 1
+
+    def device_slot(self, layer: int) -> int:
+        """Device slot that holds `layer` while it is at work."""
+        if self.kinds[layer] is LayerKind.DECODER:
+            return (layer - 1) % self.decoder_slots
+        return EMBEDDING_SLOT if layer == 0 else HEAD_SLOT
+
+    def weight_slot(self, layer: int) -> int | None:
+        """RAM slot that stages the layer's weights from NVMe, or None."""
+        return self.weight_slots[layer] if self.weight_slots else None
+
+    def state_slot(self, layer: int) -> int | None:
+        """RAM slot that stages the layer's optimizer state from NVMe, or None."""
+        return self.state_slots[layer] if self.state_slots else None
+
+    def gradient_slot(self, layer: int) -> int:
+        """RAM slot that holds the layer's gradient from `offload` to `update`."""
+        return self.gradient_slots[layer] if self.gradient_slots else layer
+
+
+def build_step(plan: SchedulePlan, *, checkpoint: bool = False) -> tuple[Operation, ...]:
+    """Build one training step, in an order of submission in which every operation follows those it waits for.
+
+    Args:
+        plan: Placement and clipping.
+        checkpoint: Whether every layer is written to a checkpoint after its update.
+    """
+    # What a slot's first user in a step waits for is the slot's last user in the step before: build once to learn it.
+    carried = _StepBuilder(plan, {}).build(checkpoint).holders
+    return tuple(_StepBuilder(plan, carried).build(checkpoint).operations)
+
+
+def build_snapshot(plan: SchedulePlan) -> tuple[Operation, ...]:
+    """Build the writing of a checkpoint between steps. It runs alone, like an evaluation."""
+    return tuple(Operation(Key(Op.SNAPSHOT, layer)) for layer in range(plan.num_layers))
+
+
+def build_evaluation(plan: SchedulePlan) -> tuple[Operation, ...]:
+    """Build a pass that only measures the loss. It runs alone: nothing of a training step may be in flight."""
+    builder = _StepBuilder(plan, {})
+    builder.forward_pass()
+    builder.add(Key(Op.EVALUATE), after=(Key(Op.STAGE, plan.head), Key(Op.FORWARD, plan.head - 1)))
+    return tuple(builder.operations)
+
+
+class _Resource(NamedTuple):
+    """Memory that several layers use in turn."""
+
+    kind: str
+    slot: int
+
+
+class _StepBuilder:
+    """Appends operations and remembers who used each slot last, so that the next user waits for it."""
+
+    def __init__(self, plan: SchedulePlan, carried: dict[_Resource, Key]) -> None:
+        self.plan = plan
+        self.carried = carried
+        self.holders: dict[_Resource, Key] = {}
+        self.operations: list[Operation] = []
+        self._weights_in_ram_slot: dict[int, int] = {}
+
+    def build(self, checkpoint: bool) -> _StepBuilder:
+        self.forward_pass()
+        self.add(
+            Key(Op.HEAD),
+            after=(Key(Op.STAGE, self.plan.head), Key(Op.FORWARD, self.plan.head - 1)),
+            takes=(self._outgoing(self.plan.head),),
+            holds=(self._device(self.plan.head), self._device(0)),
+        )
+        if not self.plan.clip:
+            self.add(Key(Op.LOSS), after=(Key(Op.HEAD),), after_last=(Key(Op.LOSS),))
+        self.offload(self.plan.head)
+        for layer in range(self.plan.head - 1, -1, -1):
+            self.backward(layer)
+            self.offload(layer)
+        self.add(
+            Key(Op.NORM), after=(_backward(0), *(() if self.plan.clip else (Key(Op.LOSS),))), after_last=(Key(Op.NORM),)
+        )
+        if self.plan.clip:
+            for layer in range(self.plan.num_layers):
+                self.update(layer, Key(Op.NORM))
+        if checkpoint:
+            for layer in self.update_order():
+                done = Op.UPDATE if self.plan.state_slot(layer) is None else Op.STORE_STATE
+                self.add(Key(Op.SNAPSHOT, layer), after=(Key(done, layer),))
+        return self
+
+    def update_order(self) -> range:
+        """Forward order with clipping (layer 0 is needed first), else as gradients arrive."""
+        layers = range(self.plan.num_layers)
+        return layers if self.plan.clip else layers[::-1]
+
+    def forward_pass(self) -> None:
+        self.add(Key(Op.BEGIN))
+        for layer in range(self.plan.num_layers):
+            self.stage(layer, Pass.FORWARD)
+            if layer < self.plan.head:
+                before = Key(Op.FORWARD, layer - 1) if layer else Key(Op.BEGIN)
+                self.add(Key(Op.FORWARD, layer), after=(Key(Op.STAGE, layer), before), holds=(self._device(layer),))
+
+    def backward(self, layer: int) -> None:
+        above = Key(Op.HEAD) if layer == self.plan.head - 1 else _backward(layer + 1)
+        after = [above]
+        # The last decoder layers of the forward pass still lie in their slots, and the embedding's backward needs no
+        # weights: neither is streamed again.
+        if 0 < layer < self.plan.head - self.plan.decoder_slots:
+            self.stage(layer, Pass.BACKWARD)
+            after.append(Key(Op.STAGE, layer, Pass.BACKWARD))
+        self.add(
+            _backward(layer),
+            after=tuple(after),
+            takes=(self._outgoing(layer),),
+            holds=(self._device(layer),) if layer else (),
+        )
+
+    def stage(self, layer: int, pass_: Pass) -> None:
+        after, after_last = [], [Key(Op.UPDATE, layer)] if pass_ is Pass.FORWARD else []
+        ram_slot = self.plan.weight_slot(layer)
+        holds: tuple[_Resource, ...] = ()
+        if ram_slot is not None:
+            holds = (_Resource("weight", ram_slot),)
+            if self._weights_in_ram_slot.get(ram_slot) != layer:
+                self._weights_in_ram_slot[ram_slot] = layer
+                stored = (Key(Op.STORE_STATE, layer),) if pass_ is Pass.FORWARD else ()
+                self.add(Key(Op.LOAD_WEIGHTS, layer, pass_), after_last=stored, takes=holds)
+                after.append(Key(Op.LOAD_WEIGHTS, layer, pass_))
+        # An untied head may lie in the embedding's memory.
+        takes = (
+            (self._device(layer), self._device(0))
+            if layer == self.plan.head and not self.plan.tied
+            else (self._device(layer),)
+        )
+        self.add(
+            Key(Op.STAGE, layer, pass_), after=tuple(after), after_last=tuple(after_last), takes=takes, holds=holds
+        )
+
+    def offload(self, layer: int) -> None:
+        done = Key(Op.HEAD) if layer == self.plan.head else _backward(layer)
+        gradient = _Resource("gradient", self.plan.gradient_slot(layer))
+        self.add(Key(Op.OFFLOAD, layer), after=(done,), takes=(gradient,), holds=(self._outgoing(layer),))
+        if not self.plan.clip:
+            self.update(layer, Key(Op.LOSS))
+
+    def update(self, layer: int, control: Key) -> None:
+        after = [Key(Op.OFFLOAD, layer), control]
+        ram_slot = self.plan.state_slot(layer)
+        if ram_slot is not None:
+            state = (_Resource("state", ram_slot),)
+            self.add(
+                Key(Op.LOAD_STATE, layer), after_last=(Key(Op.STORE_STATE, layer), Key(Op.SNAPSHOT, layer)), takes=state
+            )
+            after.append(Key(Op.LOAD_STATE, layer))
+        self.add(
+            Key(Op.UPDATE, layer),
+            after=tuple(after),
+            after_last=(Key(Op.SNAPSHOT, layer),),
+            holds=(_Resource("gradient", self.plan.gradient_slot(layer)),),
+        )
+        if ram_slot is not None:
+            self.add(Key(Op.STORE_STATE, layer), after=(Key(Op.UPDATE, layer),), holds=state)
+
+    def add(
+        self,
+        key: Key,
+        *,
+        after: tuple[Key, ...] = (),
+        after_last: tuple[Key, ...] = (),
+        takes: tuple[_Resource, ...] = (),
+        holds: tuple[_Resource, ...] = (),
+    ) -> None:
+        """Append an operation that overwrites `takes` and whose return frees `holds`."""
+        for resource in takes:
+            if resource in self.holders:
+                after = (*after, self.holders[resource])
+            elif resource in self.carried:
+                after_last = (*after_last, self.carried[resource])
+        slot = self.plan.device_slot(key.layer) if key.layer >= 0 else HEAD_SLOT
+        self.operations.append(Operation(key, _unique(after), _unique(after_last), slot))
+        self.holders.update(dict.fromkeys(holds, key))
+
+    def _device(self, layer: int) -> _Resource:
+        return _Resource("device", self.plan.device_slot(layer))
+
+    def _outgoing(self, layer: int) -> _Resource:
+        return _Resource("outgoing", (self.plan.head - layer) % self.plan.outgoing_buffers)
+
+
+def _backward(layer: int) -> Key:
+    return Key(Op.BACKWARD, layer, Pass.BACKWARD)
+
+
+def _unique(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    return tuple(dict.fromkeys(keys))
