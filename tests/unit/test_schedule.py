@@ -1,0 +1,207 @@
+"""Walks the step graph in random legal orders: no slot is reused early and each update happens once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.schedule import Key, Op, Operation, Pass, SchedulePlan, build_evaluation, build_snapshot, build_step
+from tiers.layout import LayerKind
+
+
+def make_plan(
+    *,
+    decoders: int = 4,
+    tied: bool = False,
+    clip: bool = True,
+    decoder_slots: int = 2,
+    spilled: str = "none",
+    ring: int = 0,
+) -> SchedulePlan:
+    kinds = (LayerKind.EMBEDDING, *[LayerKind.DECODER] * decoders, LayerKind.HEAD)
+    slots = tuple(None if kind is not LayerKind.DECODER else index % 2 for index, kind in enumerate(kinds))
+    gradients = (
+        tuple(decoders + index if kind is not LayerKind.DECODER else index % ring for index, kind in enumerate(kinds))
+        if ring
+        else ()
+    )
+    return SchedulePlan(
+        kinds=kinds,
+        tied=tied,
+        clip=clip,
+        decoder_slots=decoder_slots,
+        weight_slots=slots if spilled == "weights" else (),
+        state_slots=slots if spilled != "none" else (),
+        gradient_slots=gradients,
+    )
+
+
+plans = st.builds(
+    make_plan,
+    decoders=st.integers(1, 7),
+    tied=st.booleans(),
+    clip=st.just(True),
+    decoder_slots=st.integers(1, 3),
+    spilled=st.sampled_from(["none", "state", "weights"]),
+) | st.builds(
+    make_plan,
+    decoders=st.integers(1, 7),
+    tied=st.booleans(),
+    clip=st.just(False),
+    decoder_slots=st.integers(1, 3),
+    spilled=st.sampled_from(["none", "state", "weights"]),
+    ring=st.sampled_from([0, 2, 3]),
+)
+
+
+@dataclass
+class Machine:
+    """What the slots and the layers hold; every operation checks what it reads. Operations take effect on return."""
+
+    plan: SchedulePlan
+    device: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ram_weights: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ram_state: dict[int, tuple[int, int]] = field(default_factory=dict)
+    gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
+    outgoing: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    version: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """By layer: updates applied."""
+    on_disk: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    log: Counter[str] = field(default_factory=Counter)
+
+    def device_key(self, layer: int) -> int:
+        """An untied head shares the embedding's memory, which is the harder case."""
+        slot = self.plan.device_slot(layer)
+        return -1 if slot < 0 and not self.plan.tied else slot
+
+    def run(self, step: int, key: Key) -> None:
+        layer, plan = key.layer, self.plan
+        self.log[f"{key}"] += 1
+        match key.op:
+            case Op.LOAD_WEIGHTS:
+                self.ram_weights[plan.weight_slot(layer) or 0] = (layer, self.on_disk[layer])
+            case Op.STAGE:
+                if plan.weight_slot(layer) is None:
+                    content = (layer, self.version[layer])
+                else:
+                    content = self.ram_weights[plan.weight_slot(layer) or 0]
+                assert content == (layer, step), f"{key} of step {step} streams {content}"
+                self.device[self.device_key(layer)] = content
+            case Op.FORWARD | Op.BACKWARD if layer > 0 or key.op is Op.FORWARD:
+                assert self.device[self.device_key(layer)] == (layer, step), f"{key} of step {step}"
+            case Op.HEAD:
+                layer = plan.head
+                assert self.device[self.device_key(layer)] == (layer, step)
+                if plan.tied:
+                    assert self.device[self.device_key(0)] == (0, step)
+            case Op.OFFLOAD:
+                buffer = (plan.head - layer) % plan.outgoing_buffers
+                assert self.outgoing[buffer] == (layer, step)
+                self.outgoing[buffer] = None
+                slot = plan.gradient_slot(layer)
+                assert slot not in self.gradients, f"{key} overwrites {self.gradients[slot]}"
+                self.gradients[slot] = (layer, step)
+            case Op.LOAD_STATE:
+                assert self.on_disk[layer] == step
+                self.ram_state[plan.state_slot(layer) or 0] = (layer, step)
+            case Op.UPDATE:
+                assert self.gradients.pop(plan.gradient_slot(layer)) == (layer, step)
+                assert self.version[layer] == step
+                self.version[layer] += 1
+                if plan.state_slot(layer) is not None:
+                    assert self.ram_state[plan.state_slot(layer) or 0] == (layer, step)
+            case Op.STORE_STATE:
+                assert self.ram_state[plan.state_slot(layer) or 0] == (layer, step)
+                self.on_disk[layer] = step + 1
+            case Op.SNAPSHOT:
+                assert self.version[layer] == step + 1
+        if key.op in (Op.BACKWARD, Op.HEAD):
+            layer = plan.head if key.op is Op.HEAD else layer
+            buffer = (plan.head - layer) % plan.outgoing_buffers
+            assert self.outgoing.get(buffer) is None, f"{key} overwrites a gradient that has not left"
+            self.outgoing[buffer] = (layer, step)
+
+
+def walk(plan: SchedulePlan, steps: int, checkpoint_at: int, rng: random.Random) -> Machine:
+    """Run `steps` steps, all submitted ahead, in a random order that the edges allow."""
+    machine = Machine(plan)
+    waiting: dict[tuple[int, Key], set[tuple[int, Key]]] = {}
+    last: set[Key] = set()
+    for step in range(steps):
+        operations = build_step(plan, checkpoint=step == checkpoint_at)
+        for operation in operations:
+            waiting[step, operation.key] = {(step, key) for key in operation.after} | {
+                (step - 1, key) for key in operation.after_last if key in last
+            }
+        last = {operation.key for operation in operations}
+    while waiting:
+        ready = [name for name, needs in waiting.items() if not needs]
+        assert ready, f"nothing can start: {list(waiting.items())[:3]}"
+        step, key = rng.choice(ready)
+        machine.run(step, key)
+        del waiting[step, key]
+        for needs in waiting.values():
+            needs.discard((step, key))
+    return machine
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, seed=st.integers(0, 2**32))
+def test_any_legal_order_reads_the_right_bytes_and_updates_each_layer_once(plan: SchedulePlan, seed: int) -> None:
+    machine = walk(plan, steps=3, checkpoint_at=1, rng=random.Random(seed))
+    assert all(machine.version[layer] == 3 for layer in range(plan.num_layers))
+    assert all(count == 3 for name, count in machine.log.items() if name.startswith("update"))
+    assert sum(count for name, count in machine.log.items() if name.startswith("snapshot")) == plan.num_layers
+
+
+@given(plan=plans)
+def test_submission_order_follows_every_edge(plan: SchedulePlan) -> None:
+    seen: set[Key] = set()
+    operations = build_step(plan, checkpoint=True)
+    for operation in operations:
+        assert set(operation.after) <= seen, f"{operation.key} is submitted before what it waits for"
+        assert operation.key not in seen
+        seen.add(operation.key)
+    for operation in operations:
+        assert set(operation.after_last) <= seen
+
+
+def keys_of(operations: tuple[Operation, ...], op: Op) -> list[Key]:
+    return [operation.key for operation in operations if operation.key.op is op]
+
+
+def test_weights_cross_once_forward_and_once_backward_and_not_again_where_they_still_lie() -> None:
+    operations = build_step(make_plan(decoders=6))
+    assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.FORWARD] == list(range(8))
+    assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.BACKWARD] == [4, 3, 2, 1]
+
+
+def test_updates_run_in_forward_order_behind_the_norm_with_clipping_and_as_gradients_arrive_without() -> None:
+    clipped, immediate = build_step(make_plan(clip=True)), build_step(make_plan(clip=False))
+    assert [key.layer for key in keys_of(clipped, Op.UPDATE)] == [0, 1, 2, 3, 4, 5]
+    assert [key.layer for key in keys_of(immediate, Op.UPDATE)] == [5, 4, 3, 2, 1, 0]
+    by_key = {operation.key: operation for operation in clipped}
+    assert Key(Op.NORM) in by_key[Key(Op.UPDATE, 3)].after
+    by_key = {operation.key: operation for operation in immediate}
+    assert Key(Op.NORM) not in by_key[Key(Op.UPDATE, 3)].after
+
+
+def test_operations_are_named_as_a_reader_of_the_timeline_expects() -> None:
+    assert str(Key(Op.FORWARD, 17)) == "forward[17]"
+    assert str(Key(Op.BACKWARD, 17, Pass.BACKWARD)) == "backward[17]"
+    assert str(Key(Op.STAGE, 17, Pass.BACKWARD)) == "restage[17]"
+    assert str(Key(Op.NORM)) == "norm"
+
+
+@pytest.mark.parametrize("spilled", ["none", "weights"])
+def test_an_evaluation_only_reads(spilled: str) -> None:
+    operations = build_evaluation(make_plan(spilled=spilled))
+    written = {Op.UPDATE, Op.STORE_STATE, Op.BACKWARD, Op.OFFLOAD, Op.SNAPSHOT, Op.HEAD}
+    assert not {operation.key.op for operation in operations} & written
+    assert operations[-1].key == Key(Op.EVALUATE)
+    assert len(build_snapshot(make_plan())) == 6
