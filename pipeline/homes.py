@@ -1,0 +1,89 @@
+"""Homes of layers: which slots the layers on NVMe share, which gradients share one, and in what order layers spill.
+
+Pure policy for `placement`; tests of the tier use `homes` to force any mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiers.layout import LayerHome, LayerKind, LayerLayout, ModelLayout
+
+GRADIENT_RING = 3
+"""RAM gradient slots of the decoder layers without clipping: one arrives, one waits, one is read by the update."""
+
+SHARED_SLOT_RATIO = 1.25
+"""A vocabulary layer shares the decoder layers' staging slots where it is at most this much larger than they are."""
+
+
+def candidates(model: ModelLayout, *, clip: bool, staging_slots: int, nvme: bool) -> list[tuple[LayerHome, ...]]:
+    """Homes of all layers, from the least to the most on NVMe."""
+    layers = model.layers
+    found = [homes(model, clip=clip, state=[], weights=[], staging_slots=staging_slots)]
+    if not nvme:
+        return found
+    decoders = [layer.index for layer in layers if layer.kind is LayerKind.DECODER]
+    vocabulary = [layer.index for layer in layers if _spills(layer, model)]
+    for slots in sorted({staging_slots, min(2, staging_slots)}, reverse=True):
+        choices = [_spread(decoders, count) for count in range(slots + 1, len(decoders) + 1)]
+        choices.append(sorted(decoders + vocabulary))
+        spilled: list[tuple[list[int], list[int]]] = [(state, []) for state in choices]
+        spilled += [(choices[-1], weights) for weights in choices]
+        found += [
+            homes(model, clip=clip, state=state, weights=weights, staging_slots=slots) for state, weights in spilled
+        ]
+    return found
+
+
+def homes(
+    model: ModelLayout, *, clip: bool, state: Sequence[int], weights: Sequence[int], staging_slots: int
+) -> tuple[LayerHome, ...]:
+    """Homes of all layers, with the state and the weights of the given ones on NVMe.
+
+    Args:
+        model: The layout.
+        clip: Whether every gradient is held until the norm is known.
+        state: Indices of layers whose optimizer state is on NVMe, ascending.
+        weights: Likewise for weights; each must be among `state`.
+        staging_slots: RAM slots that the decoder layers on NVMe share, for weights and for state each.
+    """
+    state_slot = _staging(model, state, staging_slots)
+    weight_slot = _staging(model, weights, staging_slots)
+    gradient = _gradient_slots(model, clip)
+    return tuple(
+        LayerHome(weight_slot.get(layer.index), state_slot.get(layer.index), gradient[layer.index])
+        for layer in model.layers
+    )
+
+
+def _spills(layer: LayerLayout, model: ModelLayout) -> bool:
+    """Whether a layer is a vocabulary matrix: the final norm alone (tied) is too small to bother."""
+    return layer.kind is LayerKind.EMBEDDING or (layer.kind is LayerKind.HEAD and not model.tied)
+
+
+def _spread(indices: list[int], count: int) -> list[int]:
+    """`count` of `indices`, evenly spread."""
+    return [indices[(2 * rank + 1) * len(indices) // (2 * count)] for rank in range(count)]
+
+
+def _staging(model: ModelLayout, spilled: Sequence[int], slots: int) -> dict[int, int]:
+    """Slot of each layer on NVMe: consecutive ones differ, and no small layer pays for a slot of vocabulary size."""
+    decoders = [index for index in spilled if model.layers[index].kind is LayerKind.DECODER]
+    largest = max((model.layers[index].numel for index in decoders), default=0)
+    ring = [index for index in spilled if model.layers[index].numel <= SHARED_SLOT_RATIO * largest]
+    assigned = {index: rank % slots for rank, index in enumerate(ring)}
+    return assigned | {index: slots for index in spilled if index not in assigned}
+
+
+def _gradient_slots(model: ModelLayout, clip: bool) -> tuple[int, ...]:
+    if clip:
+        return tuple(range(len(model.layers)))
+    decoders = 0
+    slots: list[int] = []
+    for layer in model.layers:
+        if layer.kind is LayerKind.DECODER:
+            slots.append(decoders % GRADIENT_RING)
+            decoders += 1
+        else:
+            slots.append(GRADIENT_RING + (layer.kind is LayerKind.HEAD))
+    return tuple(slots)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.footprint import GIB, ComputeShape, Place, ProcessShape, StepShape
+from pipeline.homes import candidates, homes
+from pipeline.placement import MemoryBudget, PlacementError, PlacementRequest, place, preflight
+from tiers.layout import (
+    ArenaMap,
+    InitKind,
+    LayerKind,
+    LayerLayout,
+    ModelLayout,
+    Precision,
+    TensorSpec,
+    place_tensors,
+)
+
+COMPUTE = ComputeShape(hidden_size=64, intermediate_size=256, query_size=64, kv_size=32, vocab_size=4096)
+STEP = StepShape(sequence_length=128, sequences=8, micro_batch=2)
+ROOMY = MemoryBudget(ram_bytes=2**50, gpu_bytes=2**50)
+PROCESSES = ProcessShape(optimizer_actors=2, cuda=False)
+
+
+def layer(index: int, name: str, kind: LayerKind, numel: int) -> LayerLayout:
+    tensors, padded = place_tensors([TensorSpec(f"{name}.weight", (numel,), 0, True, InitKind.NORMAL)])
+    return LayerLayout(index, name, kind, tensors, padded)
+
+
+def model(decoders: int = 8, decoder: int = 1 << 20, vocab: int = 4 << 20, tied: bool = False) -> ModelLayout:
+    layers = [layer(0, "embedding", LayerKind.EMBEDDING, vocab)]
+    layers += [layer(i + 1, f"layer-{i:04d}", LayerKind.DECODER, decoder) for i in range(decoders)]
+    layers.append(layer(decoders + 1, "head", LayerKind.HEAD, 64 if tied else vocab))
+    return ModelLayout(tuple(layers), Precision.BF16, tied)
+
+
+def request(layout: ModelLayout, *, clip: bool = True, slots: int = 3) -> PlacementRequest:
+    return PlacementRequest(layout, COMPUTE, STEP, clip, PROCESSES, staging_slots=slots)
+
+
+def arena_bytes(layout: ModelLayout, request_: PlacementRequest, budget: MemoryBudget) -> int:
+    return ArenaMap.of(place(request_, budget).tier).total_bytes
+
+
+def squeezed(request_: PlacementRequest, saved_bytes: int, nvme: int = 2**50) -> MemoryBudget:
+    """A budget `saved_bytes` below what the model needs in RAM alone."""
+    return replace(ROOMY, ram_bytes=place(request_, ROOMY).used(Place.RAM) - saved_bytes, nvme_bytes=nvme)
+
+
+def test_keeps_everything_in_ram_when_it_fits_even_with_a_drive() -> None:
+    placement = place(request(model()), replace(ROOMY, nvme_bytes=2**50))
+    assert all(home.weight_slot is None and home.state_slot is None for home in placement.tier.homes)
+    assert placement.used(Place.NVME) == 0
+
+
+def test_spills_state_of_the_fewest_decoder_layers_that_fit_spread_over_the_depth() -> None:
+    wanted = request(model(decoders=16))
+    state_bytes = (1 << 20) * 10
+    placement = place(wanted, squeezed(wanted, 2 * state_bytes))
+    spilled = [index for index, home in enumerate(placement.tier.homes) if home.state_slot is not None]
+    # Three layers share the staging slots before the first byte is saved; page tables shrink along with the arena.
+    assert len(spilled) == 5
+    gaps = [b - a for a, b in itertools.pairwise(spilled)]
+    assert max(gaps) - min(gaps) <= 1
+    assert all(home.weight_slot is None for home in placement.tier.homes)
+
+
+def test_spills_weights_only_when_all_state_is_spilled() -> None:
+    wanted = request(model(decoders=16), clip=False)
+    minimal = min(
+        ArenaMap.of(replace(place(wanted, ROOMY).tier, homes=found)).total_bytes
+        for found in candidates(wanted.model, clip=False, staging_slots=3, nvme=True)
+        if all(home.weight_slot is None for home in found)
+    )
+    saved = ArenaMap.of(place(wanted, ROOMY).tier).total_bytes - minimal
+    placement = place(wanted, squeezed(wanted, saved + (4 << 20)))
+    assert any(home.weight_slot is not None for home in placement.tier.homes)
+    assert all(home.state_slot is not None for home in placement.tier.homes[:-1])
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_consecutive_layers_never_share_a_slot_of_a_ring(slots: int, clip: bool, tied: bool) -> None:
+    layout = model(tied=tied, vocab=1 << 20)
+    for found in candidates(layout, clip=clip, staging_slots=slots, nvme=True):
+        for kind in ("weight_slot", "state_slot"):
+            used = [getattr(home, kind) for home in found if getattr(home, kind) is not None]
+            assert all(a != b for a, b in itertools.pairwise(used))
+        gradients = [home.gradient_slot for home in found]
+        assert all(a != b for a, b in itertools.pairwise(gradients))
+        assert len(set(gradients)) == (len(gradients) if clip else 5)
+
+
+def test_small_layers_do_not_pay_for_slots_of_vocabulary_size() -> None:
+    layout = model(vocab=64 << 20)
+    every = list(range(len(layout.layers)))
+    plan = replace(
+        place(request(layout), ROOMY).tier,
+        homes=homes(layout, clip=True, state=every, weights=[], staging_slots=3),
+    )
+    states = sum(
+        term for term in {e.offset_bytes: e.num_bytes for s in ArenaMap.of(plan).states for e in s.values()}.values()
+    )
+    weights = sum(layer_.numel * 2 for layer_ in layout.layers)
+    assert states - weights == 10 * (64 << 20) + 3 * 10 * (1 << 20)
+
+
+def test_account_of_the_arena_adds_up_to_its_exact_size() -> None:
+    for clip in (True, False):
+        wanted = request(model(), clip=clip)
+        for saved in (0, 20 << 20, 60 << 20):
+            placement = place(wanted, squeezed(wanted, saved))
+            outside = {"page tables", "Ray services", "driver", "tier actors", "optimizer actors", "compute actor"}
+            inside = sum(t.num_bytes for t in placement.terms if t.place is Place.RAM and t.name not in outside)
+            assert inside == ArenaMap.of(placement.tier).total_bytes
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    decoders=st.integers(1, 12),
+    saved=st.integers(0, 200 << 20),
+    clip=st.booleans(),
+    tied=st.booleans(),
+    slots=st.sampled_from([2, 3]),
+    nvme=st.integers(0, 1 << 30),
+)
+def test_an_answer_always_keeps_within_every_budget(
+    decoders: int, saved: int, clip: bool, tied: bool, slots: int, nvme: int
+) -> None:
+    wanted = request(model(decoders, tied=tied), clip=clip, slots=slots)
+    budget = squeezed(wanted, saved, nvme)
+    try:
+        placement = place(wanted, budget)
+    except PlacementError:
+        return
+    assert placement.used(Place.RAM) <= budget.ram_bytes
+    assert placement.used(Place.DEVICE) <= budget.gpu_bytes
+    assert placement.used(Place.NVME) <= budget.nvme_bytes
+    assert placement.schedule.state_slots == tuple(home.state_slot for home in placement.tier.homes)
+
+
+def test_boundary_activations_beyond_the_device_budget_go_to_pinned_ram() -> None:
+    wanted = replace(request(model()), step=StepShape(sequence_length=4096, sequences=64, micro_batch=1))
+    full = place(wanted, ROOMY)
+    boundary = 4096 * 64 * COMPUTE.hidden_size * 2
+    smaller = place(wanted, replace(ROOMY, gpu_bytes=full.used(Place.DEVICE) - 3 * boundary))
+    assert full.tier.activation_bytes == 0
+    assert smaller.device_boundaries < full.device_boundaries
+    assert smaller.tier.activation_bytes == (full.device_boundaries - smaller.device_boundaries) * boundary
+    assert smaller.used(Place.DEVICE) <= smaller.budget.gpu_bytes
+
+
+def test_refusal_names_needed_available_and_every_knob_that_helps() -> None:
+    wanted = request(model())
+    budget = squeezed(wanted, 8 << 20, nvme=0)
+    with pytest.raises(PlacementError) as refused:
+        place(wanted, budget)
+    text = str(refused.value)
+    assert "host memory needs" in text
+    assert "memory.nvme_dir" in text
+    assert "memory.ram_gib" in text
+    assert "optimizer.max_grad_norm = 0" in text
+    assert str(pickle.loads(pickle.dumps(refused.value))) == text
+
+
+def test_a_remedy_works_when_followed() -> None:
+    wanted = replace(request(model()), step=StepShape(sequence_length=8192, sequences=64, micro_batch=32))
+    budget = replace(ROOMY, gpu_bytes=3 * GIB, ram_bytes=64 * GIB)
+    with pytest.raises(PlacementError, match=r"train\.micro_batch = (\d+)") as refused:
+        place(wanted, budget)
+    text = str(refused.value)
+    micro_batch = int(text.split("train.micro_batch = ")[1].split(";")[0])
+    place(replace(wanted, step=replace(wanted.step, micro_batch=micro_batch)), budget)
+    gpu_gib = int(text.split("memory.gpu_gib = ")[1].split(";")[0])
+    place(wanted, replace(budget, gpu_bytes=gpu_gib * GIB))
+
+
+def test_too_small_a_drive_is_refused_with_the_bytes_it_needs() -> None:
+    wanted = request(model(decoders=16))
+    with pytest.raises(PlacementError, match=r"NVMe needs .* memory\.nvme_dir on a drive with"):
+        place(wanted, squeezed(wanted, 40 << 20, nvme=1 << 20))
+
+
+def test_preflight_refuses_what_the_machine_lost_since_the_plan() -> None:
+    """FAULTS B74: the limit that counts is the one the caller measured, cgroup included."""
+    placement = place(request(model()), ROOMY)
+    enough = placement.used(Place.RAM)
+    preflight(placement, host_available_bytes=enough, gpu_free_bytes=2**50)
+    with pytest.raises(PlacementError, match=r"host memory: needs .* memory\.ram_gib"):
+        preflight(placement, host_available_bytes=enough - 1, gpu_free_bytes=2**50)
+
+
+def test_nvme_mode_lists_its_staging_buffers() -> None:
+    """FAULTS B79: the slots that NVMe needs are part of the account."""
+    wanted = request(model(decoders=16))
+    placement = place(wanted, squeezed(wanted, 40 << 20))
+    assert {"state staging slots"} <= {term.name for term in placement.terms}
