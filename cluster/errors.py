@@ -1,0 +1,11 @@
+"""Faults of starting, finding or using a Ray head. They pickle, and say what to change."""
+
+from __future__ import annotations
+
+
+class ClusterError(RuntimeError):
+    """A head could not be started, reached or stopped: the process ends with status 1."""
+
+
+class ClusterRefusedError(ClusterError, ValueError):
+    """What was asked cannot be done as asked, and nothing was started or changed: status 2."""
