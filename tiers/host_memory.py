@@ -1,0 +1,116 @@
+"""How much host memory this process may still take: what the machine has and what its control groups allow.
+
+Called before anything large is allocated, so that shortage is a message and never a SIGBUS or a kill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tiers.errors import HostMemoryError
+
+GIB = 2**30
+
+RESERVE_BYTES = GIB
+"""Left to the rest of the machine, but never more than a sixteenth of what is available (small containers)."""
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+class Headroom(NamedTuple):
+    """Memory that one limit still leaves."""
+
+    available_bytes: int
+    limit: str
+    """Which limit: `MemAvailable of this machine` or a control group's file."""
+
+
+def host_headroom(proc: Path = PROC, cgroups: Path = CGROUPS) -> Headroom:
+    """Return the tightest of MemAvailable and every cgroup limit above this process.
+
+    Args:
+        proc: Root of procfs.
+        cgroups: Root of the mounted control groups, version 1, 2 or hybrid.
+    """
+    available_kib = _fields(proc / "meminfo")["MemAvailable:"]
+    machine = Headroom(available_kib * 1024, "MemAvailable of this machine")
+    return min([machine, *_cgroup_headrooms(proc, cgroups)])
+
+
+def available_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the bytes of host memory that this process may still take."""
+    return host_headroom(proc, cgroups).available_bytes
+
+
+def require_host_memory(
+    num_bytes: int, limit_bytes: int | None = None, *, proc: Path = PROC, cgroups: Path = CGROUPS
+) -> None:
+    """Refuse an arena of `num_bytes` that this machine, its control groups or the recipe have no room for.
+
+    Args:
+        num_bytes: Bytes that are about to be allocated.
+        limit_bytes: The recipe's `[memory] ram_gib` in bytes, None where it sets no limit.
+        proc: Root of procfs.
+        cgroups: Root of the mounted control groups.
+
+    Raises:
+        HostMemoryError: The request passes a limit. Nothing has been allocated.
+    """
+    advice = "set [memory] nvme_dir to move layers to NVMe, or train a smaller model"
+    if limit_bytes is not None and num_bytes > limit_bytes:
+        raise HostMemoryError(
+            f"the arena needs {num_bytes / GIB:.2f} GiB of host memory, [memory] ram_gib allows "
+            f"{limit_bytes / GIB:.2f} GiB; raise ram_gib, {advice}"
+        )
+    available, limit = host_headroom(proc, cgroups)
+    reserve = min(RESERVE_BYTES, max(available, 0) // 16)
+    if num_bytes > available - reserve:
+        raise HostMemoryError(
+            f"the arena needs {num_bytes / GIB:.2f} GiB of host memory, {available / GIB:.2f} GiB are available "
+            f"({reserve / GIB:.2f} GiB of them reserved) by {limit}; lower [memory] ram_gib, free memory or raise that "
+            f"limit, {advice}"
+        )
+
+
+def _cgroup_headrooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
+    membership = proc / "self" / "cgroup"
+    if not membership.exists():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_name, usage_name, prefix = cgroups, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            base, limit_name, usage_name = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            prefix = "total_"
+        else:
+            continue
+        # In a container the path may name groups of the host that are not mounted here; those directories are absent
+        # (or lie above the root, as `/../..`), and the container's own group is the mounted root.
+        parts = [] if ".." in path else [part for part in path.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            group = base.joinpath(*parts[:depth])
+            headroom = _group_headroom(group, limit_name, usage_name, prefix)
+            if headroom is not None:
+                yield headroom
+
+
+def _group_headroom(group: Path, limit_name: str, usage_name: str, prefix: str) -> Headroom | None:
+    limit_file = group / limit_name
+    if not limit_file.exists() or (limit := limit_file.read_text().strip()) == "max":
+        return None
+    usage = int((group / usage_name).read_text())
+    # Usage counts the page cache, which the kernel gives back before it kills: after reading a large model it would
+    # otherwise look as if nothing were left.
+    stat = group / "memory.stat"
+    fields = _fields(stat) if stat.exists() else {}
+    cache = sum(fields.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
+    return Headroom(int(limit) - usage + cache, f"the cgroup limit {limit_file}")
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Read lines of `name value [unit]`."""
+    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if len(words := line.split()) >= 2}
