@@ -1,0 +1,162 @@
+"""O_DIRECT transfers between page-aligned memory and files, many requests in flight, every block summed by crc32c.
+
+The page cache would copy every byte once more and hold a second copy of the model in memory; O_DIRECT does neither.
+Who decides whether a directory can do it is `preflight`, before a run, never a failing call in the middle of one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from tiers.checksum import ByteArray
+from tiers.direct_file import DirectMode, read_block, reading, sync_descriptor, write_block, writing
+from tiers.errors import ShardError
+from tiers.layout import PAGE_BYTES
+
+MAX_BLOCK_BYTES = 16 << 20
+"""One request. A few of these in flight saturate a drive; the bounce memory of a copy is one a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileBlocks:
+    """Memory, cut in blocks that lie at given places of a file. The caller owns the memory and keeps it until return.
+
+    `data` is uint8, page-aligned, a whole number of pages; the last block may be shorter than `block_bytes`.
+    """
+
+    path: Path
+    mode: DirectMode
+    data: ByteArray
+    offsets: Sequence[int]
+    """Byte offset in the file of each block, page-aligned."""
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        assert self.data.ctypes.data % PAGE_BYTES == 0, "O_DIRECT memory must start at a page"
+        assert self.data.size % PAGE_BYTES == 0 and self.block_bytes % PAGE_BYTES == 0, "O_DIRECT moves whole pages"
+        assert len(self.offsets) == -(-self.data.size // self.block_bytes)
+
+    def block(self, number: int) -> ByteArray:
+        """The memory of one block."""
+        return self.data[number * self.block_bytes : (number + 1) * self.block_bytes]
+
+
+class DirectIO:
+    """Threads that move blocks. Thread-safe; belongs to the process that made it (threads do not survive a fork)."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="direct-io")
+        self._bounce = threading.local()
+        self._process = os.getpid()
+
+    def __enter__(self) -> DirectIO:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish what is in flight and end the threads."""
+        self._pool.shutdown(wait=True)
+
+    def read(self, files: Sequence[FileBlocks]) -> list[tuple[int, ...]]:
+        """Fill the memory of all `files` from disk; return the crc32c of every block, file by file.
+
+        Raises:
+            ShardError: A file is missing, ends early, is being written, or the read failed; path and errno are named.
+        """
+        with ExitStack() as stack:
+            descriptors = [stack.enter_context(reading(file.path, file.mode)) for file in files]
+            return self._run(
+                [
+                    [_bind(read_block, fd, file.path, file.block(i), offset) for i, offset in enumerate(file.offsets)]
+                    for fd, file in zip(descriptors, files, strict=True)
+                ]
+            )
+
+    def write(self, files: Sequence[FileBlocks], *, sync: bool) -> list[tuple[int, ...]]:
+        """Write the memory of all `files` over existing, preallocated files; return the crc32c of every block.
+
+        Args:
+            files: Blocks to write; the memory must not change until this returns.
+            sync: Whether to fsync each file: yes where it must outlive a crash, no for scratch.
+
+        Raises:
+            ShardError: The disk is full, another writer has the file, or the write failed; path and errno are named.
+        """
+        with ExitStack() as stack:
+            descriptors = [stack.enter_context(writing(file.path, file.mode)) for file in files]
+            sums = self._run(
+                [
+                    [_bind(write_block, fd, file.path, file.block(i), offset) for i, offset in enumerate(file.offsets)]
+                    for fd, file in zip(descriptors, files, strict=True)
+                ]
+            )
+            if sync:
+                self._run(
+                    [[_bind(sync_descriptor, fd, file.path)] for fd, file in zip(descriptors, files, strict=True)]
+                )
+            return sums
+
+    def copy(
+        self, source: Path, source_mode: DirectMode, target: Path, target_mode: DirectMode, num_bytes: int, block: int
+    ) -> tuple[int, ...]:
+        """Copy the first `num_bytes` of `source` over the preallocated `target`, fsync it; return each block's crc32c.
+
+        Goes through one bounce block a thread, so that no arena slot is needed. Raises like `read` and `write`.
+        """
+        with reading(source, source_mode) as source_fd, writing(target, target_mode) as target_fd:
+
+            def move(offset: int) -> int:
+                memory = self._bounce_block()[: min(block, num_bytes - offset)]
+                crc = read_block(source_fd, source, memory, offset)
+                write_block(target_fd, target, memory, offset)
+                return crc
+
+            (sums,) = self._run([[_bind(move, offset) for offset in range(0, num_bytes, block)]])
+            sync_descriptor(target_fd, target)
+            return sums
+
+    def scan(self, path: Path, mode: DirectMode, num_bytes: int, block: int) -> tuple[int, ...]:
+        """Crc32c of each block of the first `num_bytes` (whole pages) of a file. Raises like `read`."""
+        with reading(path, mode) as fd:
+
+            def check(offset: int) -> int:
+                return read_block(fd, path, self._bounce_block()[: min(block, num_bytes - offset)], offset)
+
+            (sums,) = self._run([[_bind(check, offset) for offset in range(0, num_bytes, block)]])
+            return sums
+
+    def _run(self, work: Sequence[Sequence[Callable[[], int]]]) -> list[tuple[int, ...]]:
+        if os.getpid() != self._process:
+            raise ShardError(
+                f"the I/O threads of process {self._process} do not exist in its fork {os.getpid()}; "
+                "open a DirectIO there"
+            )
+        rows: list[list[Future[int]]] = [[self._pool.submit(step) for step in row] for row in work]
+        # All must end before the memory and the descriptors are given up, also when one has failed.
+        wait([future for row in rows for future in row])
+        return [tuple(future.result() for future in row) for row in rows]
+
+    def _bounce_block(self) -> ByteArray:
+        memory: ByteArray | None = getattr(self._bounce, "memory", None)
+        if memory is None:
+            memory = np.frombuffer(mmap.mmap(-1, MAX_BLOCK_BYTES), np.uint8)
+            self._bounce.memory = memory
+        return memory
+
+
+def _bind(function: Callable[..., int], *arguments: object) -> Callable[[], int]:
+    return lambda: function(*arguments)
