@@ -138,7 +138,7 @@ def test_a_view_outside_the_arena_is_our_bug() -> None:
 def test_attaching_to_something_else_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(PAGE)
-        with pytest.raises(TierError, match="expected 4096 bytes of shared memory, found .*file"):
+        with pytest.raises(TierError, match=r"expected 4096 bytes of shared memory, found .*file"):
             Arena.attach(ArenaHandle(f"/proc/{os.getpid()}/fd/{file.fileno()}", PAGE))
 
 
