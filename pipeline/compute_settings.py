@@ -1,0 +1,41 @@
+"""What Compute is told when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.learning_rate import LearningRate
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSettings:
+    """How one process computes. The placement and the recipe decide; Compute only obeys."""
+
+    learning_rate: LearningRate
+    max_grad_norm: float | None
+    """None: no global clipping, and the loss alone decides whether a step is applied."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+    decoder_slots: int = 2
+    """Device slots for the weights of decoder layers; 2 is double buffering."""
+    outgoing_buffers: int = 2
+    """Device buffers for finished gradients."""
+    compile: bool = False
+    """Compile the layer templates: worth it on CUDA only."""
+    head_chunk_tokens: int = 4096
+    """Tokens whose logits exist at once: fp32 logits of 152,064 words take 2.5 GB then."""
+    deterministic: bool = False
+    """Same bits in every run on the same device: sums of embedding gradients are sorted instead of racing."""
+    record_spans: bool = True
+    """Time every operation: two events each."""
+    threads: int = 1
+    """CPU threads of torch; on CUDA they only prepare work."""
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
+        for name in ("decoder_slots", "outgoing_buffers", "head_chunk_tokens", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}; leave it out for no clipping")
