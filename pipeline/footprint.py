@@ -136,8 +136,8 @@ class ProcessShape:
     """Templates are compiled: Inductor's worker processes live beside Compute."""
 
 
-def host_terms(tier: TierPlan, processes: ProcessShape) -> tuple[Term, ...]:
-    """Account of host memory: the arena by region (adds up to its exact size), then page tables and processes."""
+def arena_terms(tier: TierPlan) -> tuple[Term, ...]:
+    """Account of the arena by region; adds up to its exact size."""
     arena = ArenaMap.of(tier)
     homes = tier.homes
     own = [home.weight_slot is None for home in homes]
@@ -164,14 +164,16 @@ def host_terms(tier: TierPlan, processes: ProcessShape) -> tuple[Term, ...]:
     terms.append(
         _ram("page rounding", arena.total_bytes - sum(term.num_bytes for term in terms), "buffers start pages")
     )
-    return (*(term for term in terms if term.num_bytes), *process_terms(arena.total_bytes, processes))
+    return tuple(term for term in terms if term.num_bytes)
 
 
 def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]:
     """Account of what the processes hold beside the arena."""
     actors = processes.optimizer_actors
     terms = [
-        _ram("page tables", arena_bytes // 512 * 4, "8 bytes a 4 KiB page in the processes that map it, about 4 times"),
+        _ram(
+            "page tables", arena_bytes * PAGE_TABLE_MAPPINGS // 512, "8 bytes a 4 KiB page and process that touches it"
+        ),
         _ram("Ray services", RAY_SERVICES_BYTES, "GCS, raylet, dashboard and its agents, object store in use"),
         _ram("driver", DRIVER_BYTES, "coordinator, data loader, tokenizer"),
         _ram("tier actors", TIER_ACTORS_BYTES, "ParameterTier and Prefetcher"),
@@ -186,6 +188,12 @@ def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]
         terms.append(_ram("compiler", COMPILER_BYTES, "Inductor's worker processes"))
     return tuple(terms)
 
+
+PAGE_TABLE_MAPPINGS = 4
+"""ParameterTier, Prefetcher and Compute touch all of the arena, the optimizers together all of it once."""
+
+RUNNING_BEFORE_ALLOCATION = ("Ray services", "driver")
+"""Terms whose memory is held already when a run checks what is free."""
 
 RAY_SERVICES_BYTES = 1000 * MIB
 DRIVER_BYTES = 1100 * MIB
@@ -230,7 +238,8 @@ def device_terms(
     gradient_bytes: int,
     *,
     decoder_slots: int,
-    boundaries: int,
+    outgoing_buffers: int = 2,
+    spilled_boundaries: int = 0,
 ) -> tuple[Term, ...]:
     """Account of device memory at its peak.
 
@@ -240,35 +249,50 @@ def device_terms(
         step: Tokens of a step and of a micro-batch.
         gradient_bytes: Bytes an element of the outgoing gradient.
         decoder_slots: Weight slots the decoder layers share.
-        boundaries: Layer inputs of the whole step held on the device at a time.
+        outgoing_buffers: Buffers of gradients on their way to the host.
+        spilled_boundaries: Decoder layers whose inputs wait in pinned RAM.
     """
     weight = buffer_types(model.precision)[Buffer.WEIGHT].bytes
-    decoder = max((layer.numel for layer in model.layers if layer.kind is LayerKind.DECODER), default=0)
-    vocab = max(layer.numel for layer in model.layers if layer.kind is not LayerKind.DECODER)
-    tokens = step.micro_batch_tokens
-    chunk = min(HEAD_CHUNK_TOKENS, tokens)
+    decoders = [layer.numel for layer in model.layers if layer.kind is LayerKind.DECODER]
+    decoder, embedding, head = max(decoders), model.layers[0].numel, model.layers[-1].numel
+    vocabulary = embedding + head if model.tied else max(embedding, head)
+    summed = embedding + max(decoder, head) if model.tied else max(decoder, embedding, head)
+    outgoing = [0] * outgoing_buffers
+    for layer in model.layers:
+        index = (len(model.layers) - 1 - layer.index) % outgoing_buffers
+        outgoing[index] = max(outgoing[index], layer.numel)
     boundary = step.tokens * compute.hidden_size * weight
-    # A decoder layer's own gradients leave autograd in the weights' type before they are summed in fp32. The head needs
-    # the vocabulary matrix's once, and its logits in fp32 with their gradient in the weights' type.
-    head = chunk * compute.vocab_size * (4 + 4 + weight) + vocab * weight
-    layer = tokens * layer_activation_bytes(compute, weight) + decoder * weight
+    # Those in RAM are on the device twice at a time: while one is read the next is on its way.
+    held = len(decoders) + 1 - spilled_boundaries + min(2, spilled_boundaries)
     terms = [
-        _device(
-            "weight slots", decoder_slots * decoder * weight, f"{decoder_slots} slots of the largest decoder layer"
-        ),
-        _device("vocabulary slot", vocab * weight, "embedding or head"),
-        _device("gradient accumulators", (decoder + vocab) * 4, "fp32, one for decoder layers, one for the vocabulary"),
-        _device("outgoing gradients", 2 * max(decoder, vocab) * gradient_bytes, "2 buffers, one leaves, one fills"),
-        _device("boundary activations", boundaries * boundary, f"{boundaries} layer inputs of {step.tokens:,} tokens"),
-        _device("gradient of activations", 2 * boundary, "flows from layer to layer, in and out"),
+        _device("weight slots", decoder_slots * decoder * weight, f"{decoder_slots} of the largest decoder layer"),
+        _device("vocabulary slot", vocabulary * weight, "embedding and head" if model.tied else "embedding or head"),
+        _device("gradient accumulators", summed * 4, "fp32 sums over micro-batches"),
+        _device("outgoing gradients", sum(outgoing) * gradient_bytes, "one fills while one leaves"),
     ]
-    if head > layer:
-        terms.append(_device("head chunk", head, f"logits and their gradient, {chunk:,} tokens at a time"))
-    else:
-        terms.append(_device("layer at work", layer, f"recompute and backward of {tokens:,} tokens"))
-    terms.append(_device("allocator", sum(term.num_bytes for term in terms[4:]) // 25, "4 % of what comes and goes"))
+    passing = [
+        _device("boundary activations", held * boundary, f"{held} layer inputs of {step.tokens:,} tokens"),
+        _device("gradient of activations", boundary, "flows from layer to layer"),
+        _work_term(max(embedding, head), decoder, compute, step.micro_batch_tokens, weight),
+    ]
+    terms += passing
+    terms.append(_device("allocator", sum(term.num_bytes for term in passing) // 25, "4 % of what comes and goes"))
     terms.append(_device("CUDA context", CUDA_CONTEXT_BYTES, "context, cuBLAS workspaces, loaded kernels"))
     return tuple(terms)
+
+
+def _work_term(vocabulary: int, decoder: int, compute: ComputeShape, tokens: int, weight: int) -> Term:
+    """The larger of what the head and what a decoder layer holds while it works.
+
+    A decoder layer's own gradients leave autograd in the weights' type before they are summed in fp32. The head needs
+    the vocabulary matrix's once, and its logits in fp32 with their gradient in both types.
+    """
+    chunk = min(HEAD_CHUNK_TOKENS, tokens)
+    head = chunk * compute.vocab_size * (4 + 4 + weight) + vocabulary * weight
+    layer = tokens * layer_activation_bytes(compute, weight) + decoder * weight
+    if head > layer:
+        return _device("head chunk", head, f"logits and their gradient, {chunk:,} tokens at a time")
+    return _device("layer at work", layer, f"recompute and backward of {tokens:,} tokens")
 
 
 CUDA_CONTEXT_BYTES = 1200 * MIB

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.footprint import (
     GIB,
+    PAGE_TABLE_MAPPINGS,
+    RUNNING_BEFORE_ALLOCATION,
     ComputeShape,
     Place,
     ProcessShape,
     StepShape,
     Term,
+    arena_terms,
     device_terms,
-    host_terms,
+    process_terms,
     total,
 )
 from pipeline.homes import candidates
@@ -44,7 +47,7 @@ class MemoryBudget:
     """What a run may use."""
 
     ram_bytes: int
-    """Host memory of all processes of the run together, arena included."""
+    """Host memory for model state: the arena. What the processes take beside it is `process_terms`."""
     gpu_bytes: int
     nvme_bytes: int = 0
     """Free room of `[memory] nvme_dir`; 0 where there is none."""
@@ -73,10 +76,15 @@ class Placement:
 
     tier: TierPlan
     schedule: SchedulePlan
-    device_boundaries: int
-    """Boundary activations (layer inputs of the whole step) held on the device; the rest is in pinned RAM."""
+    spilled_boundaries: int
+    """Decoder layers, the first ones, whose inputs wait for their backward in pinned RAM."""
     budget: MemoryBudget
     terms: tuple[Term, ...]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host memory for model state."""
+        return ArenaMap.of(self.tier).total_bytes
 
     def used(self, place: Place) -> int:
         """Bytes that the run holds in `place`."""
@@ -95,6 +103,16 @@ def place(request: PlacementRequest, budget: MemoryBudget) -> Placement:
     raise PlacementError(_refusal(request, budget, found))
 
 
+def ram_for_state(available_bytes: int, processes: ProcessShape) -> int:
+    """The most an arena may take of `available_bytes` (min of MemAvailable and the cgroup's headroom).
+
+    Leaves room for the run's processes and page tables, and a reserve for the rest of the machine.
+    """
+    reserve = min(GIB, available_bytes // 16)
+    fixed = total(process_terms(0, processes))
+    return max(0, (available_bytes - reserve - fixed) * 512 // (512 + PAGE_TABLE_MAPPINGS))
+
+
 def preflight(
     placement: Placement, *, host_available_bytes: int, gpu_free_bytes: int, nvme_free_bytes: int = 0
 ) -> None:
@@ -102,25 +120,28 @@ def preflight(
 
     Args:
         placement: What the run is about to allocate.
-        host_available_bytes: min(MemAvailable, cgroup headroom): `tiers.arena.available_host_bytes()`.
-        gpu_free_bytes: Free device memory; pass the budget's on a machine without a GPU.
+        host_available_bytes: min(MemAvailable, cgroup headroom): `tiers.host_memory.available_host_bytes()`, asked
+            in the driver with Ray running, so that what these two hold already is not counted again.
+        gpu_free_bytes: Free device memory; the budget's on a machine without a GPU.
         nvme_free_bytes: Free bytes of the NVMe directory's file system.
 
     Raises:
         PlacementError: A tier has less than the placement needs.
     """
-    knobs = {Place.RAM: "memory.ram_gib", Place.DEVICE: "memory.gpu_gib", Place.NVME: "memory.nvme_gib"}
+    running = total(term for term in placement.terms if term.name in RUNNING_BEFORE_ALLOCATION)
+    needed = {where: placement.used(where) for where in Place} | {Place.RAM: placement.used(Place.RAM) - running}
     free = {Place.RAM: host_available_bytes, Place.DEVICE: gpu_free_bytes, Place.NVME: nvme_free_bytes}
     short = [
-        f"{_NAMES[where]}: needs {_gib(placement.used(where))}, free now {_gib(free[where])} "
-        f"(free some, or set {knobs[where]} to at most {free[where] / GIB:.1f} so that the placement uses less)"
+        f"{_NAMES[where]}: needs {_gib(needed[where])}, free now {_gib(free[where])} (free some, or lower "
+        f"{_KNOBS[where]} so that less is placed there)"
         for where in Place
-        if placement.used(where) > free[where]
+        if needed[where] > free[where]
     ]
     if short:
-        raise PlacementError("this machine has less free memory than the run needs; " + "; ".join(short))
+        raise PlacementError("this machine has less free memory than the run needs: " + "; ".join(short))
 
 
+_KNOBS = {Place.RAM: "memory.ram_gib", Place.DEVICE: "memory.gpu_gib", Place.NVME: "memory.nvme_gib"}
 _NAMES = {Place.RAM: "host memory", Place.DEVICE: "device memory", Place.NVME: "NVMe"}
 
 
@@ -135,52 +156,49 @@ class _Shortage:
 
 def _solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | _Shortage:
     """The first of the candidates, in order of preference, that fits."""
-    boundaries, device, pinned_bytes = _place_device(request, budget.gpu_bytes)
+    spilled, device = _place_device(request, budget.gpu_bytes)
     if total(device) > budget.gpu_bytes:
         return _Shortage(Place.DEVICE, total(device), device)
-    best: _Shortage | None = None
+    pinned_bytes = spilled * request.step.tokens * request.compute.hidden_size * _weight_bytes(request.model)
+    least: TierPlan | None = None
+    least_bytes = 0
     for homes in candidates(
         request.model, clip=request.clip, staging_slots=request.staging_slots, nvme=budget.nvme_bytes > 0
     ):
         tier = TierPlan(request.model, homes, _gradient_type(request), pinned_bytes)
-        # The arena alone rules most candidates out, and is far cheaper than the account.
-        if best is not None and ArenaMap.of(tier).total_bytes > budget.ram_bytes:
-            continue
-        host = host_terms(tier, request.processes)
-        if total(host) > budget.ram_bytes:
-            if best is None or total(host) < best.needed_bytes:
-                best = _Shortage(Place.RAM, total(host), host)
+        arena_bytes = ArenaMap.of(tier).total_bytes
+        if arena_bytes > budget.ram_bytes:
+            if least is None or arena_bytes < least_bytes:
+                least, least_bytes = tier, arena_bytes
             continue
         nvme = _nvme_terms(tier)
         if total(nvme) > budget.nvme_bytes:
             return _Shortage(Place.NVME, total(nvme), nvme)
-        return Placement(tier, _schedule(request, homes), boundaries, budget, (*host, *device, *nvme))
-    assert best is not None
-    return best
+        host = (*arena_terms(tier), *process_terms(arena_bytes, request.processes))
+        return Placement(tier, _schedule(request, homes), spilled, budget, (*host, *device, *nvme))
+    assert least is not None
+    return _Shortage(Place.RAM, least_bytes, arena_terms(least))
 
 
-def _place_device(request: PlacementRequest, gpu_bytes: int) -> tuple[int, tuple[Term, ...], int]:
-    """Boundary activations to hold on the device, its account with them, and the bytes left for pinned RAM."""
+def _place_device(request: PlacementRequest, gpu_bytes: int) -> tuple[int, tuple[Term, ...]]:
+    """How many decoder layers' inputs spill to pinned RAM, the fewest that fit, and the account of the device."""
     decoders = sum(layer.kind is LayerKind.DECODER for layer in request.model.layers)
-    wanted = decoders + 1
-
-    def account(boundaries: int) -> tuple[Term, ...]:
-        return device_terms(
+    for spilled in range(decoders + 1):
+        device = device_terms(
             request.model,
             request.compute,
             request.step,
             _gradient_type(request).bytes,
             decoder_slots=request.decoder_slots,
-            boundaries=boundaries,
+            spilled_boundaries=spilled,
         )
+        if total(device) <= gpu_bytes:
+            break
+    return spilled, device
 
-    held = wanted
-    # Two stay in any case: the one that a layer reads and the one that it writes, or that is on its way.
-    while held > min(2, wanted) and total(account(held)) > gpu_bytes:
-        held -= 1
-    weight = buffer_types(request.model.precision)[Buffer.WEIGHT].bytes
-    pinned_bytes = (wanted - held) * request.step.tokens * request.compute.hidden_size * weight
-    return held, account(held), pinned_bytes
+
+def _weight_bytes(model: ModelLayout) -> int:
+    return buffer_types(model.precision)[Buffer.WEIGHT].bytes
 
 
 def _gradient_type(request: PlacementRequest) -> ElementType:
@@ -258,6 +276,10 @@ def _trials(
     def drive(fit: Placement) -> str:
         return f"memory.nvme_dir on a drive with {_gib(fit.used(Place.NVME))} free (memory.nvme_gib)"
 
+    def ram(fit: Placement) -> str:
+        beside = fit.used(Place.RAM) - fit.arena_bytes
+        return f"memory.ram_gib = {fit.arena_bytes / GIB + 0.05:.1f} ({_gib(beside)} more for the run's processes)"
+
     def constant(text: str) -> Callable[[Placement], str]:
         return lambda fit: text
 
@@ -265,7 +287,7 @@ def _trials(
     yield (
         request,
         replace(budget, ram_bytes=unlimited),
-        _Remedy("memory.ram_gib", lambda fit: f"memory.ram_gib = {-(-fit.used(Place.RAM) // GIB)}"),
+        _Remedy("memory.ram_gib", ram),
     )
     yield (
         request,
