@@ -1,0 +1,14 @@
+"""Faults of the pipeline: models it cannot train, and what goes wrong while it runs.
+
+Every message says what was attempted, what was got, the limit, and what to change. The classes pickle across actors.
+"""
+
+from __future__ import annotations
+
+
+class PipelineError(RuntimeError):
+    """A fault of the pipeline: the model, the device or a step."""
+
+
+class UnsupportedModelError(PipelineError, ValueError):
+    """A model's configuration is malformed, or asks for maths that no family here computes."""
