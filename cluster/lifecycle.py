@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _START_S = 120.0
 _READY_S = 60.0
-_END_GRACE_S = 10.0
+_END_GRACE_S = 5.0
 _POLL_S = 0.2
 _HOST = "127.0.0.1"
 
@@ -137,7 +137,7 @@ def stop(
 def _run_ray_start(state: HeadState, settings: HeadSettings, ports: preflight.Ports) -> None:
     """Run `ray start --head` of this interpreter's environment, detached from the caller's terminal."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"]
-    command += [f"--node-ip-address={_HOST}", f"--port={ports.gcs}", f"--temp-dir={state.temp_dir}"]
+    command += [f"--port={ports.gcs}", f"--temp-dir={state.temp_dir}"]
     command += [f"--dashboard-host={_HOST}", f"--dashboard-port={ports.dashboard}", "--include-dashboard=true"]
     command += [f"--ray-client-server-port={ports.client_server}", f"--dashboard-agent-listen-port={ports.agent}"]
     command += [f"--object-store-memory={settings.object_store_bytes}"]

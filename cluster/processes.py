@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.environment import HEAD_MARKER
 
 _PROC = Path("/proc")
-_POLL_S = 0.1
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,21 @@ def processes_of(marker: str, known: Iterable[ProcessId] = ()) -> frozenset[Proc
 
 
 def end(marker: str, known: Iterable[ProcessId], *, grace_s: float) -> frozenset[ProcessId]:
-    """End all processes of a head: SIGTERM, then after `grace_s` SIGKILL. Returns those that outlived even that."""
+    """End all processes of a head: SIGTERM, then after `grace_s` SIGKILL. Returns those that outlived even that.
+
+    The raylet goes first, with its workers, and the GCS last: each waits seconds for those it talks to when they go
+    before it (measured with Ray 2.60: 0.1 s in this order, over 10 s all at once).
+    """
     mine = processes_of(marker, known)
-    deadline = time.monotonic() + grace_s
-    for process in mine:
-        process.send(signal.SIGTERM)
-    while any(process.alive for process in mine) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    # Ray restarts workers while it goes down: look again instead of trusting the first list.
+    raylet = {process for process in mine if _name(process) == "raylet"}
+    gcs = {process for process in mine if _name(process) == "gcs_server"}
+    for stage in (raylet, mine - raylet - gcs, gcs):
+        for process in stage:
+            process.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while any(process.alive for process in stage) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    # Look again instead of trusting the first list: something may have been started in between.
     deadline = time.monotonic() + grace_s
     while (mine := processes_of(marker, mine)) and time.monotonic() < deadline:
         for process in mine:
@@ -87,11 +94,19 @@ def _stat(pid: int) -> _Stat | None:
     """Parent and start time of a process; None where it is gone or a zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return None
     # The command name, in parentheses, may hold blanks and parentheses itself.
     fields = text[text.rindex(")") + 2 :].split()
     return None if fields[0] in "ZX" else _Stat(int(fields[1]), int(fields[19]))
+
+
+def _name(process: ProcessId) -> str:
+    """Name of the executable, cut at 15 bytes; empty where the process is gone."""
+    try:
+        return (_PROC / str(process.pid) / "comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _environment(pid: int) -> list[bytes]:
