@@ -1,0 +1,114 @@
+"""A decoder layer without weights of its own: its parameters are views of a device slot, whatever layer lies there.
+
+Called by the compute actor. A template never copies a weight and keeps nothing of a call: the graph of a backward
+pass lives inside `backward` alone. Shapes: B sequences, S tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.attention import AttentionContext
+from pipeline.families.family import Family
+from pipeline.families.layout import layer_parameter_names
+from tiers.layout import LayerLayout
+
+RunLayer = Callable[[Family, nn.Module, Tensor, AttentionContext], Tensor]
+
+COMPILED_VARIANTS = 32
+"""Graphs that one compiled layer may have: with and without gradients, x signatures x batch shapes of training and
+evaluation. Dynamo's own limit is 8, after which a layer would no longer be compiled."""
+
+
+def tensor_views(flat: Tensor, layout: LayerLayout) -> tuple[Tensor, ...]:
+    """Views of a flat buffer of at least `layout.numel` elements, one a tensor, in the order of the layout."""
+    assert flat.dim() == 1 and flat.shape[0] >= layout.numel
+    return tuple(flat.narrow(0, t.offset, t.numel).view(t.shape) for t in layout.tensors)
+
+
+class LayerTemplate:
+    """Runs any decoder layer of one signature from one slot."""
+
+    def __init__(
+        self,
+        family: Family,
+        layer_index: int,
+        layout: LayerLayout,
+        slot_buffer: Tensor,
+        compile: bool = False,
+        backend: str = "inductor",
+    ) -> None:
+        """Bind a layer to a slot.
+
+        Args:
+            family: Builds and runs the layer.
+            layer_index: A decoder layer (1..L); the template serves every layer with its signature.
+            layout: Of that layer.
+            slot_buffer: Flat weights of the slot, [at least layout.numel] in the type to compute in. Owned by the
+                caller, who may fill it anew between calls and must keep it as long as the template.
+            compile: Compile the layer; templates of equal signature share the compiled graphs.
+            backend: Of `torch.compile`.
+        """
+        assert layout.index == layer_index
+        self.signature = family.signature(layer_index)
+        self._family = family
+        self._layout = layout
+        self._module = family.build_decoder_layer(layer_index)
+        names = layer_parameter_names(family, layout)
+        for name, view in zip(names, tensor_views(slot_buffer, layout), strict=True):
+            owner, _, leaf = name.rpartition(".")
+            setattr(self._module.get_submodule(owner), leaf, nn.Parameter(view))
+        self._parameters = [self._module.get_parameter(name) for name in names]
+        assert sum(1 for _ in self._module.parameters()) == len(names), "a parameter has no place in the layout"
+        self._run: RunLayer = _compiled(backend) if compile else _run_layer
+
+    def accumulator_views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Views of the flat gradient accumulator for `backward`, in the order of the layout."""
+        return tensor_views(flat, self._layout)
+
+    def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+        """Run the layer that lies in the slot, without a graph."""
+        with torch.no_grad():
+            return self._run(self._family, self._module, x_BSH, context)
+
+    def backward(
+        self, x_BSH: Tensor, context: AttentionContext, grad_y_BSH: Tensor, accumulators: Sequence[Tensor]
+    ) -> Tensor:
+        """Recompute the layer from its input and go back through it.
+
+        Args:
+            x_BSH: Input of the layer, as `forward` had it.
+            context: As `forward` had it.
+            grad_y_BSH: Gradient of the loss by the layer's output.
+            accumulators: fp32, one a tensor in the order of the layout (`accumulator_views`); every gradient is added
+                to its own, in fp32. A parameter that took no part adds nothing.
+
+        Returns:
+            Gradient of the loss by the layer's input.
+        """
+        with torch.enable_grad():
+            x_BSH = x_BSH.detach().requires_grad_()
+            y_BSH = self._run(self._family, self._module, x_BSH, context)
+        grads = torch.autograd.grad(y_BSH, [x_BSH, *self._parameters], grad_y_BSH, allow_unused=True)
+        grad_x_BSH, *parameter_grads = grads
+        for accumulator, grad in zip(accumulators, parameter_grads, strict=True):
+            if grad is not None:
+                accumulator.add_(grad)
+        assert grad_x_BSH is not None
+        return grad_x_BSH
+
+
+def _run_layer(family: Family, module: nn.Module, x_BSH: Tensor, context: AttentionContext) -> Tensor:
+    """The function that is compiled: the module is an argument, so that both slots share what is compiled."""
+    return family.run_decoder_layer(module, x_BSH, context)
+
+
+@lru_cache(maxsize=4)
+def _compiled(backend: str) -> RunLayer:
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
+    compiled: RunLayer = torch.compile(_run_layer, backend=backend, dynamic=False, fullgraph=True)
+    return compiled
