@@ -1,0 +1,57 @@
+"""Names a cache by what went into it: the settings that shape tokens, and the contents of the files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from tasks.data.settings import BYTES_TOKENIZER, DataSettings
+from tasks.data.sources import SourceFile
+from tasks.data.token_cache import FORMAT_VERSION
+
+HASHED_WHOLE_BYTES = 1 << 20
+"""Up to this size a file's whole content counts; of larger ones the ends, the size and the time of change."""
+
+
+def fingerprint(settings: DataSettings, files: tuple[SourceFile, ...], dtype: str) -> str:
+    """Hash everything that the tokens depend on. Sequence length, seed and policies of packing are not part of it."""
+    digest = hashlib.blake2b(digest_size=12)
+    parts = [
+        FORMAT_VERSION,
+        dtype,
+        settings.text_field,
+        settings.tokenizer,
+        settings.append_eos,
+        settings.input_ids_column,
+        settings.labels_column,
+        settings.on_bad_row,
+    ]
+    digest.update(json.dumps(parts).encode())
+    for file in files:
+        digest.update(json.dumps([str(file.path), file.format]).encode())
+        _add_file(digest, file.path)
+    if settings.tokenizer != BYTES_TOKENIZER and (directory := Path(settings.tokenizer)).is_dir():
+        for path in sorted(directory.iterdir()):
+            if path.is_file() and ("token" in path.name or path.name.startswith(("vocab", "merges"))):
+                digest.update(path.name.encode())
+                _add_file(digest, path)
+    return digest.hexdigest()
+
+
+def _add_file(digest: hashlib.blake2b, path: Path) -> None:
+    status = path.stat()
+    digest.update(json.dumps(status.st_size).encode())
+    with path.open("rb") as stream:
+        if status.st_size <= HASHED_WHOLE_BYTES:
+            digest.update(stream.read())
+            return
+        digest.update(json.dumps(status.st_mtime_ns).encode())
+        digest.update(stream.read(HASHED_WHOLE_BYTES // 2))
+        stream.seek(-HASHED_WHOLE_BYTES // 2, 2)
+        digest.update(stream.read())
+
+
+def combine(*parts: object) -> str:
+    """Hash values of plain types into one name."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
