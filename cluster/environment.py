@@ -13,10 +13,6 @@ from pathlib import Path
 HEAD_MARKER = "MEGATRAIN_HEAD"
 """Set to the head's identity in the head and all that descends from it: how `down` knows what is its own."""
 
-ORIGIN = "MEGATRAIN_ORIGIN"
-"""Where the user stands. A job runs in a copy of the working directory that is gone with the head, so relative paths
-of a recipe mean this directory."""
-
 STATE = "MEGATRAIN_STATE"
 """Directory of the head's state and token; default `$XDG_STATE_HOME/megatrain` or `~/.local/state/megatrain`."""
 
@@ -35,11 +31,6 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(environ[STATE]).expanduser().resolve()
     base = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "megatrain"
-
-
-def origin_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Directory that relative paths of a recipe start from: the submitter's inside a job, else the current one."""
-    return Path(environ.get(ORIGIN) or Path.cwd())
 
 
 def settings(token_path: Path) -> dict[str, str]:
@@ -62,7 +53,7 @@ def settings(token_path: Path) -> dict[str, str]:
 
 
 def head_environment(
-    environ: Mapping[str, str], *, marker: str, token_path: Path, origin: Path, interpreter: str = sys.executable
+    environ: Mapping[str, str], *, marker: str, token_path: Path, interpreter: str = sys.executable
 ) -> dict[str, str]:
     """Environment of `ray start --head`: the caller's, without what would point Ray at another cluster.
 
@@ -83,7 +74,6 @@ def head_environment(
             "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_S),
             "PATH": os.pathsep.join([str(Path(interpreter).parent), environ.get("PATH", os.defpath)]),
             HEAD_MARKER: marker,
-            ORIGIN: str(origin),
         }
     )
 

@@ -87,7 +87,6 @@ def start(directory: StateDirectory, settings: HeadSettings, say: Callable[[str]
             dashboard_url=f"http://{_HOST}:{ports.dashboard}",
             temp_dir=temp_dir,
             token_path=directory.token_path,
-            origin=Path.cwd(),
         )
         # Recorded before anything runs: whatever happens now, the next `up` or `down` finds what to end and remove.
         directory.save(state)
@@ -145,7 +144,7 @@ def _run_ray_start(state: HeadState, settings: HeadSettings, ports: preflight.Po
     command += ["--min-worker-port=0", "--max-worker-port=0"]
     if settings.num_cpus is not None:
         command.append(f"--num-cpus={settings.num_cpus}")
-    environ = head_environment(os.environ, marker=state.marker, token_path=state.token_path, origin=state.origin)
+    environ = head_environment(os.environ, marker=state.marker, token_path=state.token_path)
     log_path = state.temp_dir / "start.log"
     with log_path.open("wb") as log:
         try:

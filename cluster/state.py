@@ -29,8 +29,6 @@ class HeadState:
     temp_dir: Path
     """Ray's sessions and logs; owned by the head and removed with it."""
     token_path: Path
-    origin: Path
-    """Where `up` was called."""
     processes: tuple[ProcessId, ...] = ()
     """The daemons right after the start."""
 
@@ -88,7 +86,7 @@ class StateDirectory:
             if version != FORMAT_VERSION:
                 raise ValueError(f"format_version {version}, this program knows {FORMAT_VERSION}")
             record["processes"] = tuple(ProcessId(**process) for process in record["processes"])
-            for name in ("temp_dir", "token_path", "origin"):
+            for name in ("temp_dir", "token_path"):
                 record[name] = Path(record[name])
             return HeadState(**record)
         except (ValueError, KeyError, TypeError) as error:
@@ -100,7 +98,7 @@ class StateDirectory:
         """Record a head, replacing what was recorded."""
         record = asdict(state) | {"format_version": FORMAT_VERSION}
         temporary = self._file.with_suffix(".partial")
-        _write_private(temporary, json.dumps(record, default=str, indent=1))
+        write_private(temporary, json.dumps(record, default=str, indent=1))
         temporary.replace(self._file)
 
     def write_token(self) -> Path:
@@ -116,10 +114,10 @@ class StateDirectory:
 
 def write_token(path: Path) -> None:
     """Write a fresh token of 256 bits to `path`, mode 0600."""
-    _write_private(path, secrets.token_hex(32))
+    write_private(path, secrets.token_hex(32))
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """Write a file that nobody else could ever read, not even while it is made."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
