@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.costs import CostModel
+from pipeline.footprint import ComputeShape, ProcessShape, StepShape
+from pipeline.hardware import Device, Hardware, Host, Link, Nvme
+from pipeline.homes import homes
+from pipeline.messages import Lane
+from pipeline.placement import MemoryBudget, Placement, PlacementRequest, place
+from pipeline.simulate import Prediction, simulate
+from tiers.layout import InitKind, LayerKind, LayerLayout, ModelLayout, Precision, TensorSpec, place_tensors
+
+COMPUTE = ComputeShape(hidden_size=4096, intermediate_size=11008, query_size=4096, kv_size=1024, vocab_size=32768)
+STEP = StepShape(sequence_length=1024, sequences=16, micro_batch=4)
+DECODER = 200_000_000
+MACHINE = Hardware(
+    name="test",
+    origin="made up",
+    device=Device("gpu", 80.0, 500.0, 2000.0, 0.8),
+    link=Link(25.0, 25.0, 20.0),
+    host=Host(16, 512.0, 100.0, 4.0, 3.0),
+    nvme=Nvme(4000.0, 6.0, 5.0, 4.0, 3.0),
+)
+
+
+def layer(index: int, name: str, kind: LayerKind, numel: int) -> LayerLayout:
+    tensors, padded = place_tensors([TensorSpec(f"{name}.weight", (numel,), 0, True, InitKind.NORMAL)])
+    return LayerLayout(index, name, kind, tensors, padded)
+
+
+def model(decoders: int = 12) -> ModelLayout:
+    vocab = COMPUTE.vocab_size * COMPUTE.hidden_size
+    layers = [layer(0, "embedding", LayerKind.EMBEDDING, vocab)]
+    layers += [layer(i + 1, f"layer-{i:04d}", LayerKind.DECODER, DECODER) for i in range(decoders)]
+    layers.append(layer(decoders + 1, "head", LayerKind.HEAD, vocab))
+    return ModelLayout(tuple(layers), Precision.BF16, tied=False)
+
+
+def placed(clip: bool, state: int = 0, weights: int = 0, slots: int = 3) -> Placement:
+    request = PlacementRequest(model(), COMPUTE, STEP, clip, ProcessShape())
+    found = place(request, MemoryBudget(2**50, 2**50, 2**50))
+    forced = homes(
+        request.model,
+        clip=clip,
+        state=range(1, state + 1),
+        weights=range(1, weights + 1),
+        staging_slots=slots,
+    )
+    schedule = replace(
+        found.schedule,
+        weight_slots=tuple(home.weight_slot for home in forced),
+        state_slots=tuple(home.state_slot for home in forced),
+    )
+    return replace(found, tier=replace(found.tier, homes=forced), schedule=schedule)
+
+
+def predict(placement: Placement, machine: Hardware = MACHINE, step: StepShape = STEP) -> Prediction:
+    return simulate(CostModel(placement, COMPUTE, step, machine))
+
+
+def busy(prediction: Prediction, lane: Lane) -> float:
+    return next(load.busy_s for load in prediction.lanes if load.lane is lane)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_no_lane_works_longer_than_the_step_and_the_step_is_no_longer_than_all_of_them(clip: bool) -> None:
+    for state, weights in ((0, 0), (12, 0), (12, 12)):
+        prediction = predict(placed(clip, state, weights))
+        total = sum(load.busy_s for load in prediction.lanes)
+        assert max(load.busy_s for load in prediction.lanes) <= prediction.step_s * (1 + 1e-9)
+        assert prediction.step_s <= total + prediction.waiting_s + 1e-9
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_length_of_the_step_is_explained_by_its_critical_lanes(clip: bool) -> None:
+    prediction = predict(placed(clip, 12, 12))
+    explained = sum(load.critical_s for load in prediction.lanes) + prediction.waiting_s
+    assert explained == pytest.approx(prediction.step_s, rel=1e-6)
+    idle = prediction.step_s - busy(prediction, Lane.COMPUTE)
+    assert sum(seconds for _, seconds in prediction.stalls) <= idle + 1e-9
+
+
+def test_bound_by_compute_when_the_batch_is_large() -> None:
+    large = replace(STEP, sequences=256)
+    prediction = predict(placed(clip=False), step=large)
+    assert prediction.bottleneck is Lane.COMPUTE
+    assert busy(prediction, Lane.COMPUTE) / prediction.step_s > 0.95
+
+
+def test_bound_by_the_optimizer_when_the_host_is_slow() -> None:
+    slow = replace(MACHINE, host=replace(MACHINE.host, update_gparams_per_s=0.5, update_busy_gparams_per_s=0.4))
+    assert predict(placed(clip=False), slow).bottleneck is Lane.UPDATE
+
+
+def test_bound_by_the_drive_when_state_streams_and_lists_every_byte() -> None:
+    prediction = predict(placed(clip=False, state=12))
+    assert prediction.bottleneck in (Lane.NVME_READ, Lane.NVME_WRITE)
+    padded = model().layers[1].numel
+    assert prediction.nvme_read_bytes == prediction.nvme_write_bytes == 12 * padded * 10
+    with_weights = predict(placed(clip=False, state=12, weights=12))
+    # Weights are written with the state, and read three times: forward, backward and for the update; the last layers
+    # of the forward pass are still on the device when backward begins.
+    assert with_weights.nvme_write_bytes == 12 * padded * 12
+    assert 12 * padded * 14 <= with_weights.nvme_read_bytes <= 12 * padded * 16
+
+
+def test_clipping_never_makes_a_step_shorter() -> None:
+    assert predict(placed(clip=True)).step_s >= predict(placed(clip=False)).step_s * 0.999
+
+
+def test_faster_parts_never_make_a_much_longer_step() -> None:
+    base = predict(placed(clip=True, state=12)).step_s
+    faster = replace(MACHINE, nvme=Nvme(4000.0, 12.0, 10.0, 8.0, 6.0))
+    assert predict(placed(clip=True, state=12), faster).step_s < base
+
+
+def test_predicted_compute_agrees_with_arithmetic_by_hand() -> None:
+    prediction = predict(placed(clip=False))
+    rate = 500e12 * 0.8
+    decoder = 4 * (2 * DECODER + 2 * STEP.sequence_length * COMPUTE.query_size) * STEP.tokens / rate
+    head = 6 * COMPUTE.vocab_size * COMPUTE.hidden_size * STEP.tokens / rate
+    assert busy(prediction, Lane.COMPUTE) == pytest.approx(12 * decoder + head, rel=0.1)
+    assert busy(prediction, Lane.COMPUTE) >= 12 * decoder + head
