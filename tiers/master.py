@@ -41,6 +41,13 @@ def join_master(high: HighArray, low: LowArray) -> Float32Array:
     return bits.view(np.float32)
 
 
+def bfloat16_to_float32(bits: HighArray) -> Float32Array:
+    """Return the fp32 values, a new array, of bf16 bits."""
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerState:
     """Views of one layer's master and moments in the arena, all of `numel` elements. Valid while the arena is."""
@@ -70,6 +77,15 @@ class LayerState:
             self.weight[offset:stop] = values
         else:
             split_master(values, self.weight[offset:stop], self.weight_low[offset:stop])
+
+    def write_bfloat16(self, offset: int, bits: HighArray) -> None:
+        """Make bf16 values, given as their bits, the master of the elements from `offset` on."""
+        stop = offset + bits.size
+        if self.weight_low is None:
+            self.weight[offset:stop] = bfloat16_to_float32(bits)
+        else:
+            self.weight[offset:stop] = bits
+            self.weight_low[offset:stop] = 0
 
     def read_float32(self, offset: int, numel: int) -> Float32Array:
         """Return the master of some elements: a new array, or a view where precision is fp32."""
