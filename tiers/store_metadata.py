@@ -9,8 +9,9 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import zarr
 from zarr.codecs import BytesCodec
 from zarr.core.buffer import Buffer as ZarrBuffer
@@ -19,7 +20,7 @@ from zarr.storage import MemoryStore
 
 from tiers.errors import ShardError
 from tiers.layout import Buffer, LayerLayout, ModelLayout, Precision, buffer_types
-from tiers.shards import ShardGeometry, TensorSpan
+from tiers.shards import ShardGeometry, ShardLabel, TensorSpan
 
 FORMAT_VERSION = 1
 """Of stores and manifests. A change that older code would misread raises it."""
@@ -90,13 +91,20 @@ def check_layer_metadata(directory: Path, layer: LayerLayout, precision: Precisi
                 )
 
 
-def read_tensor_spans(array: Path) -> tuple[TensorSpan, ...]:
-    """The tensor table that an array directory carries in its attributes; raises ShardError where it cannot be read."""
+def read_shard_label(shard: Path, chunk_bytes: int) -> ShardLabel:
+    """Name the chunks of a shard from its array's attributes, without a layout of the model.
+
+    Raises:
+        ShardError: The array's `zarr.json` cannot be read or has no tensor table.
+    """
+    path = shard.parents[1] / "zarr.json"
+    metadata: Any = _read_json(path)
     try:
-        tensors = _read_json(array / "zarr.json")["attributes"]["tensors"]  # type: ignore[index]
-        return tuple(TensorSpan(t["name"], t["offset"], math.prod(t["shape"])) for t in tensors)
+        itemsize = np.dtype(metadata["data_type"]).itemsize
+        spans = [TensorSpan(t["name"], t["offset"], math.prod(t["shape"])) for t in metadata["attributes"]["tensors"]]
     except (KeyError, TypeError) as error:
-        raise ShardError(f"{array / 'zarr.json'} has no tensor table: {error!r}") from error
+        raise ShardError(f"{path} has no tensor table: {error!r}") from error
+    return ShardLabel(str(shard), tuple(spans), chunk_bytes // itemsize)
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -21,6 +21,7 @@ from tiers.layout import (
     place_tensors,
     stored_buffers,
 )
+from tiers.manifest import Facts, SavedPosition
 from tiers.shard_store import ShardStore, StorageArray
 from tiers.shards import FileRecord
 
@@ -89,4 +90,19 @@ def same_bits(left: dict[Buffer, StorageArray], right: dict[Buffer, StorageArray
     """Whether all buffers are equal bit by bit."""
     return left.keys() == right.keys() and all(
         np.array_equal(left[b].view(np.uint8), right[b].view(np.uint8)) for b in left
+    )
+
+
+def saved_facts(model: ModelLayout, step: int) -> Facts:
+    """Facts of a run of `model` after `step` steps."""
+    return Facts(
+        step=step,
+        applied_steps=step,
+        skipped_steps=0,
+        data_position=SavedPosition(epoch=0, sequence=4 * step),
+        seed=1,
+        recipe="[run]\nname = 'test'\n",
+        libraries={"zarr": "3"},
+        precision=model.precision,
+        num_parameters=model.num_parameters,
     )
