@@ -117,7 +117,7 @@ class SafetensorsSource:
             )
         if not same:
             logger.warning(
-                "%s holds a %s that differs from %s, which config.json ties to it: the embedding is used, the head dropped",
+                "%s holds a %s that differs from %s, to which it is tied: the embedding is used, the head dropped",
                 self._directory,
                 TIED_HEAD,
                 embedding.name,
@@ -143,7 +143,7 @@ def _read_blocks(stored: StoredTensor) -> Iterator[npt.NDArray[Any]]:
     with stored.path.open("rb", buffering=0) as file:
         for start in range(0, numel, BLOCK_ELEMENTS):
             part = block[: min(BLOCK_ELEMENTS, numel - start)]
-            _read_exactly(file, memoryview(part).cast("B"), stored, stored.offset_bytes + start * element.itemsize)
+            _read_exactly(file, part.view(np.uint8).data, stored, stored.offset_bytes + start * element.itemsize)
             yield part
 
 
