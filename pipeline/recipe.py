@@ -50,6 +50,7 @@ __all__ = [
     "TrainSection",
     "differences",
     "load_recipe",
+    "parse_recipe",
     "recipe_toml",
 ]
 
@@ -84,7 +85,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: The file cannot be read or does not make a valid recipe. Lists every problem found.
     """
-    values = _read(path)
+    values = _parsed(_read(path), str(path))
     problems = list(_dates(values))
     _resolve_paths(values, path.absolute().parent)
     for override in overrides:
@@ -93,14 +94,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             problems.append(problem)
     raise_problems(str(path), problems)
     _name_run(values, path)
-    try:
-        # JSON is what TOML amounts to; in pydantic's JSON mode strict types still take text for a path.
-        recipe = Recipe.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        raise_problems(str(path), problems_of(error, Recipe, values))
-        raise
+    recipe = _checked(values, str(path))
     raise_problems(str(path), _wrong_references(recipe))
     return recipe
+
+
+def parse_recipe(text: str, source: str = "recipe") -> Recipe:
+    """Read back what `recipe_toml` wrote, e.g. from a checkpoint; `source` is what messages call it.
+
+    Raises:
+        RecipeError: The text is not a valid resolved recipe of this version.
+    """
+    return _checked(_parsed(text, source), source)
 
 
 def recipe_toml(recipe: Recipe) -> str:
@@ -143,9 +148,9 @@ def _leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
             yield f"{section_name}.{key}", value
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe (looked in {Path.cwd()})") from None
     except IsADirectoryError:
@@ -154,10 +159,22 @@ def _read(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: is not text in UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: is not TOML: {error}") from None
+        raise RecipeError(f"{source}: is not TOML: {error}") from None
+
+
+def _checked(values: dict[str, Any], source: str) -> Recipe:
+    try:
+        # JSON is what TOML amounts to; in pydantic's JSON mode strict types still take text for a path.
+        return Recipe.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise_problems(source, problems_of(error, Recipe, values))
+        raise
 
 
 def _override(values: dict[str, Any], override: str) -> Problem | None:

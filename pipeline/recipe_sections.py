@@ -24,7 +24,7 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 def _one_or_many(value: Any) -> Any:
-    if isinstance(value, str):
+    if isinstance(value, str | Path):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
@@ -38,7 +38,7 @@ def _given(path: Path) -> Path:
 Place = Annotated[Path, AfterValidator(_given)]
 """A path; an empty text is none."""
 
-Patterns = Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1), BeforeValidator(_one_or_many)]
+Places = Annotated[tuple[Place, ...], MinLen(1), BeforeValidator(_one_or_many)]
 """One path or glob, or a list of them."""
 
 
@@ -97,22 +97,24 @@ class ColumnNames(Section):
 
     input_ids: Annotated[str, MinLen(1)] = "input_ids"
     """Token ids of a document."""
-    labels: Annotated[str, MinLen(1)] = "labels"
-    """Targets as in Hugging Face: not shifted, -100 where not supervised. A file without the column supervises every
-    token but the first of a document."""
+    labels: str = "labels"
+    """Targets as in Hugging Face: not shifted, -100 where not supervised. Rows without them supervise every token but
+    the first of a document; an empty name does so for all rows."""
 
 
 class DataSection(Section):
     """`[data]`: what is read, and what becomes of rows that do not fit."""
 
-    path: Patterns
+    path: Places
     """File, directory or glob, or a list of them, read in the order given."""
-    eval_path: Patterns | None = None
+    eval_path: Places | None = None
     """Held-out data of its own."""
     eval_fraction: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Share of the sequences of `path` that is held out instead."""
+    """Share of the documents of `path` that is held out instead, chosen by content and seed."""
     format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
     """auto: by the files' endings."""
+    suffixes: tuple[str, ...] = ()
+    """Patterns of the file names to take from directories, e.g. `*.py`. Default: the endings of the format."""
     text_field: Annotated[str, MinLen(1)] = "text"
     """Field or column that holds the text of rows that are not tokenised."""
     columns: ColumnNames = ColumnNames()
@@ -123,10 +125,9 @@ class DataSection(Section):
     """End each text document with the tokenizer's end token, so that the model learns to stop."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Null, empty or unreadable rows; skipped ones are counted in the report. Default error: bad rows are news."""
-    on_long_document: Literal["split", "truncate", "skip", "error"] = "split"
-    """Documents longer than a sequence: into several, the beginning only, not at all, or refused."""
-    on_unsupervised_row: Literal["error", "skip"] = "skip"
-    """Rows that have no target left, e.g. a cut-off answer; skipped ones are counted in the report."""
+    long_documents: Literal["split", "truncate", "drop"] = "split"
+    """Documents longer than a sequence: pieces that keep every token, the beginning only, or left out. Default split:
+    nothing is lost."""
     shuffle: bool = True
     """A new seeded order of the sequences in each epoch."""
     cache_dir: Place | None = None

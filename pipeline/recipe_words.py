@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 _SHOWN_CHARACTERS = 80
@@ -138,7 +138,9 @@ def _describe(kind: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is tuple:
         members = [member for member in arguments if member is not Ellipsis]
         count = "" if Ellipsis in arguments else f"{len(members)} values, each "
-        return f"a list of {count}{_describe(members[0])}"
+        member = _describe(members[0])
+        alone = any(isinstance(item, BeforeValidator) for item in metadata)
+        return f"{member}, or a list of such" if alone else f"a list of {count}{member}"
     return ", ".join([_PLAIN_TYPES[origin or kind], *_limits(metadata)])
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.recipe import Recipe, RecipeError, differences, load_recipe, recipe_toml
+from pipeline.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe, recipe_toml
 from tiers.layout import ElementType, Precision
 
 MINIMAL = """
@@ -49,7 +49,7 @@ def test_paths_of_a_file_are_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     recipe = load_recipe(write(tmp_path / "recipes", text), ())
     assert recipe.model.source == tmp_path / "recipes/model"
-    assert recipe.data.path == (str(tmp_path / "recipes/data/*.jsonl"),)
+    assert recipe.data.path == (tmp_path / "recipes/data/*.jsonl",)
     assert recipe.run.dir == tmp_path / "out"
     assert recipe.run.resume == tmp_path / "recipes/old/checkpoints/step-000003"
     assert recipe.memory.nvme_dir == Path.home() / "scratch"
@@ -64,7 +64,7 @@ def test_paths_of_an_override_are_relative_to_the_current_directory(
     monkeypatch.chdir(tmp_path / "here")
     recipe = load_recipe(path, ["run.dir=out", 'data.path=["a.txt", "/b.txt"]', "run.resume=never"])
     assert recipe.run.dir == tmp_path / "here/out"
-    assert recipe.data.path == (str(tmp_path / "here/a.txt"), "/b.txt")
+    assert recipe.data.path == (tmp_path / "here/a.txt", Path("/b.txt"))
     assert recipe.run.resume == "never"
 
 
@@ -148,7 +148,7 @@ def test_key_outside_any_section_is_sent_to_its_own(tmp_path: Path) -> None:
         ("model.config=config.json", "give exactly one of model.source (pretrained) and model.config"),
         ("model.source=", "give exactly one of model.source (pretrained) and model.config"),
         ('model.source=""', 'model.source = "": must be a path in quotes'),
-        ("data.path=[]", "data.path = []: must be a list of text in quotes"),
+        ("data.path=[]", "data.path = []: must be a path in quotes, or a list of such"),
         ("data.path=", "data.path: is required"),
         ("data.eval_fraction=1.0", "data.eval_fraction = 1.0: must be a number, above 0, below 1"),
         ("eval.every_steps=5", "needs held-out data"),
@@ -227,6 +227,14 @@ def test_resolved_recipe_round_trips_through_toml(tmp_path: Path) -> None:
         again = load_recipe(write(tmp_path / "elsewhere", recipe_toml(recipe), "recipe.toml"), ())
         assert again == recipe
         assert differences(recipe, again) == ()
+        assert parse_recipe(recipe_toml(recipe)) == recipe
+
+
+def test_stored_recipe_that_does_not_parse_is_named() -> None:
+    with pytest.raises(RecipeError, match=r"step-000003: is not TOML.*line 1"):
+        parse_recipe("x", "step-000003")
+    with pytest.raises(RecipeError, match="step-000003: 4 problems"):
+        parse_recipe("", "step-000003")
 
 
 @given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]*", fullmatch=True), field=st.text(min_size=1))
