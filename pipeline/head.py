@@ -106,8 +106,8 @@ class Head:
 def _loss_and_logit_gradient(logits_CV: Tensor, targets_C: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy of a chunk in fp32, and its gradient by the logits in their own type.
 
-    The order of operations is that of PyTorch's `nll_loss` and `log_softmax` backward, so that one chunk gives the
-    same bits in fp32.
+    The order of operations is that of PyTorch's `log_softmax`, `nll_loss` and their backward: in fp32 one chunk gives
+    the same loss, and gradients that differ in the last bit at most.
     """
     supervised_C = targets_C != IGNORED
     index_C = torch.where(supervised_C, targets_C, 0).long()
