@@ -1,0 +1,181 @@
+"""Submits a command as a job to the head that `cluster.head up` started, follows its log, ends with its status.
+
+    python -m cluster.submit [--no-wait] -- python -m tasks.train RECIPE.toml
+
+Ctrl+C stops the job, which then finishes its step and writes a checkpoint; a second one leaves it to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster import working_dir
+from cluster.environment import client_environment, state_directory
+from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.lifecycle import live_head
+from cluster.state import HeadState, StateDirectory
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+_RETRY_S = 1.0
+_RETRIES = 30
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the job's exit status, 2 for a refusal, 1 for a failure."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.submit", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--no-wait", action="store_true", help="print the job's id and leave it to itself")
+    parser.add_argument("--working-dir", type=Path, default=Path(), help="what the job takes along (here)")
+    parser.add_argument("command", nargs="+", help="after `--`: the job's command")
+    options = parser.parse_args(arguments)
+    try:
+        state = live_head(StateDirectory(state_directory()))
+        if state is None:
+            raise ClusterRefusedError(
+                "no head is up to submit to; start one with `python -m cluster.head up`, or run the command directly"
+            )
+        job = submit(state, options.command, options.working_dir)
+        print(f"job {job.submission_id} on {state.dashboard_url}", file=sys.stderr, flush=True)
+        return 0 if options.no_wait else follow(job)
+    except ClusterRefusedError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
+    except ClusterError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A job and the client that knows it."""
+
+    client: JobSubmissionClient
+    submission_id: str
+
+
+def submit(state: HeadState, command: Sequence[str], directory: Path) -> SubmittedJob:
+    """Submit `command` to the head of `state`.
+
+    Args:
+        state: A live head.
+        command: Program and arguments. A leading `python` means this interpreter. Recipes (`*.toml`) that exist here
+            are named by their absolute path, because paths inside them are relative to where they lie.
+        directory: Becomes the job's working directory, as a copy.
+
+    Raises:
+        ClusterRefusedError: The directory is too large to take along.
+        ClusterError: The head does not answer or refuses the job.
+    """
+    working_dir.check(directory.resolve())
+    # Before Ray is imported, because that is when it reads them; RAY_AUTH_TOKEN would win over the file.
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(
+        client_environment(
+            os.environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
+        )
+    )
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        client = JobSubmissionClient(state.dashboard_url)
+        submission_id = client.submit_job(
+            entrypoint=shlex.join(absolute(command, Path.cwd())),
+            runtime_env={"working_dir": str(directory.resolve()), "excludes": working_dir.excludes(directory)},
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(f"the job could not be submitted to {state.dashboard_url}: {error}") from error
+    return SubmittedJob(client, submission_id)
+
+
+def absolute(command: Sequence[str], here: Path) -> list[str]:
+    """`command` with this interpreter in place of `python`, and recipes under `here` by their absolute path."""
+    program = [sys.executable] if command[0] in {"python", "python3"} else [command[0]]
+    arguments = [
+        str(here / part) if part.endswith(".toml") and (here / part).is_file() else part for part in command[1:]
+    ]
+    return program + arguments
+
+
+def follow(job: SubmittedJob) -> int:
+    """Print the log of `job` until it ends; SIGINT and SIGTERM stop the job. Returns its exit status.
+
+    Raises:
+        ClusterError: The head no longer answers.
+    """
+    return asyncio.run(_follow(job))
+
+
+async def _follow(job: SubmittedJob) -> int:
+    loop = asyncio.get_running_loop()
+    stopping: list[asyncio.Future[bool]] = []
+    followed = asyncio.ensure_future(_print_log(job))
+
+    def interrupt() -> None:
+        if stopping:
+            followed.cancel()
+            return
+        print("stopping the job; once more to leave it to itself", file=sys.stderr, flush=True)
+        stopping.append(loop.run_in_executor(None, job.client.stop_job, job.submission_id))
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, interrupt)
+    try:
+        await followed
+    except asyncio.CancelledError:
+        return _INTERRUPTED
+    finally:
+        with contextlib.suppress(RuntimeError):  # it had ended by itself before it could be stopped
+            await asyncio.gather(*stopping)
+    return await asyncio.to_thread(_exit_status, job)
+
+
+async def _print_log(job: SubmittedJob) -> None:
+    """Print the log to its end, going on where it was after a lost connection."""
+    import aiohttp  # part of `ray[default]`, as the client is
+
+    printed = 0
+    failures = 0
+    while True:
+        seen = 0
+        try:
+            async for text in job.client.tail_job_logs(job.submission_id):
+                new = text[max(0, printed - seen) :]
+                seen += len(text)
+                if new:
+                    print(new, end="", flush=True)
+                    printed += len(new)
+                    failures = 0
+            if (await asyncio.to_thread(job.client.get_job_info, job.submission_id)).status.is_terminal():
+                return
+        except (OSError, RuntimeError, aiohttp.ClientError) as error:
+            failures += 1
+            if failures > _RETRIES:
+                raise ClusterError(
+                    f"the head no longer answers ({error}); job {job.submission_id} may still run: "
+                    "see `python -m cluster.head status`"
+                ) from error
+        await asyncio.sleep(_RETRY_S)
+
+
+def _exit_status(job: SubmittedJob) -> int:
+    info = job.client.get_job_info(job.submission_id)
+    if info.status == "SUCCEEDED":
+        return 0
+    print(f"job {job.submission_id} {info.status}: {info.message}", file=sys.stderr, flush=True)
+    return info.driver_exit_code or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
