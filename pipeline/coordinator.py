@@ -1,0 +1,159 @@
+"""Runs the step graph: submits each operation as a Ray call whose dependencies are the refs of those it waits for.
+
+The coordinator knows which actor does which operation and nothing of their order (`schedule` does). It lives in the
+driver; the bytes never pass through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pipeline.crew import Crew
+from pipeline.messages import Batch, LaneSpan, LossSum, StepControl, StepResult
+from pipeline.schedule import Key, Op, Operation, SchedulePlan, build_evaluation, build_snapshot, build_step
+from tiers.shards import FileRecord
+
+Ref = Any
+"""An ObjectRef of whatever the operation returns; an update has one a part."""
+
+
+@dataclass
+class SubmittedStep:
+    """A step whose calls are under way."""
+
+    step: int
+    result: Ref
+    """Of a StepResult; resolves when the gradients are complete, before clipped updates are."""
+    refs: dict[Key, list[Ref]]
+    snapshots: list[Ref] = field(default_factory=list)
+    """Of tuples of FileRecord, one a layer; empty where no checkpoint was asked for."""
+
+
+class Coordinator:
+    """Submits steps, evaluations and snapshots. Up to two steps are in flight; the caller bounds them by `result`."""
+
+    def __init__(self, crew: Crew, plan: SchedulePlan, *, applied_steps: int) -> None:
+        self._crew = crew
+        self._plan = plan
+        self._step_operations = {checkpoint: build_step(plan, checkpoint=checkpoint) for checkpoint in (False, True)}
+        self._evaluation_operations = build_evaluation(plan)
+        self._last: dict[Key, list[Ref]] = {}
+        self._control: Ref = ray.put(StepControl(applied=True, applied_steps=applied_steps, lr=0.0, clip_coefficient=1.0))
+        self._passes = 0
+
+    def submit(self, step: int, batch: Batch, checkpoint: Path | None = None) -> SubmittedStep:
+        """Submit every call of one step and return at once.
+
+        Args:
+            step: Number of the step, from 1.
+            batch: Its micro-batches, with at least one supervised token.
+            checkpoint: Directory that receives every layer's state after its update.
+        """
+        submitted = SubmittedStep(step, None, {})
+        for operation in self._step_operations[checkpoint is not None]:
+            key = operation.key
+            after = [ref for needed in operation.after for ref in submitted.refs[needed]]
+            after += [ref for needed in operation.after_last for ref in self._last.get(needed, [])]
+            submitted.refs[key] = self._call(step, operation, after, batch, checkpoint, submitted)
+        submitted.snapshots = [ref for key, refs in submitted.refs.items() if key.op is Op.SNAPSHOT for ref in refs]
+        self._last = submitted.refs
+        return submitted
+
+    def wait(self, submitted: SubmittedStep) -> StepResult:
+        """Wait for the step's loss and gradient norm.
+
+        Raises:
+            RayTaskError: An operation failed; its cause is the error of the actor.
+            ActorDiedError: An actor died.
+        """
+        result: StepResult = ray.get(submitted.result)
+        return result
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight: every update and snapshot of the last step is done."""
+        ray.get([ref for refs in self._last.values() for ref in refs])
+
+    def evaluate(self, batches: Iterator[Batch]) -> LossSum:
+        """Measure the loss over `batches` with the weights as they are; waits for everything in flight first."""
+        self.drain()
+        total, tokens = 0.0, 0
+        for batch in batches:
+            # Passes have numbers of their own, below zero, so that they never meet a step's.
+            self._passes -= 1
+            refs: dict[Key, list[Ref]] = {}
+            for operation in self._evaluation_operations:
+                after = [ref for needed in operation.after for ref in refs[needed]]
+                refs[operation.key] = self._call(self._passes, operation, after, batch, None, None)
+            part: LossSum = ray.get(refs[Key(Op.EVALUATE)][0])
+            total += part.loss_sum
+            tokens += part.supervised_tokens
+        return LossSum(total, tokens)
+
+    def snapshot(self, directory: Path) -> tuple[FileRecord, ...]:
+        """Write every layer's state to `directory` between steps; waits for everything in flight first."""
+        self.drain()
+        refs = [
+            self._call(0, operation, [], None, directory, None)[0] for operation in build_snapshot(self._plan)
+        ]
+        return tuple(record for records in ray.get(refs) for record in records)
+
+    def spans(self, submitted: SubmittedStep) -> list[LaneSpan]:
+        """What each lane did in a step that is over: waits for its updates."""
+        updates = [ref for key, refs in submitted.refs.items() if key.op is Op.UPDATE for ref in refs]
+        spans: list[LaneSpan] = ray.get(updates)
+        return spans
+
+    def _call(
+        self,
+        step: int,
+        operation: Operation,
+        after: Sequence[Ref],
+        batch: Batch | None,
+        directory: Path | None,
+        submitted: SubmittedStep | None,
+    ) -> list[Ref]:
+        """Submit one operation to the actor that does it."""
+        key, layer, slot = operation.key, operation.key.layer, operation.slot
+        compute, prefetcher, name = self._crew.compute, self._crew.prefetcher, str(operation.key)
+        match key.op:
+            case Op.BEGIN:
+                return [compute.begin.options(name=name).remote(step, batch, *after)]
+            case Op.STAGE:
+                return [compute.stage.options(name=name).remote(step, layer, slot, *after)]
+            case Op.FORWARD:
+                return [compute.forward.options(name=name).remote(step, layer, slot, *after)]
+            case Op.HEAD:
+                return [compute.head.options(name=name).remote(step, slot, *after)]
+            case Op.EVALUATE:
+                return [compute.evaluate_head.options(name=name).remote(step, slot, *after)]
+            case Op.BACKWARD:
+                return [compute.backward.options(name=name).remote(step, layer, slot, *after)]
+            case Op.OFFLOAD:
+                return [compute.offload.options(name=name).remote(step, layer, *after)]
+            case Op.LOSS:
+                self._control = compute.loss.options(name=name).remote(step, self._control, *after)
+                return [self._control]
+            case Op.NORM:
+                assert submitted is not None
+                control, submitted.result = compute.norm.options(name=name).remote(step, self._control, *after)
+                if self._plan.clip:
+                    self._control = control
+                return [control]
+            case Op.UPDATE:
+                return [
+                    optimizer.update.options(name=name).remote(step, layer, self._control, *after)
+                    for optimizer in self._crew.optimizers
+                ]
+            case Op.LOAD_WEIGHTS:
+                return [prefetcher.load_weights.options(name=name).remote(layer, *after)]
+            case Op.LOAD_STATE:
+                return [prefetcher.load_state.options(name=name).remote(layer, *after)]
+            case Op.STORE_STATE:
+                return [prefetcher.store_state.options(name=name).remote(layer, *after)]
+            case Op.SNAPSHOT:
+                return [prefetcher.snapshot.options(name=name).remote(layer, directory, *after)]

@@ -1,0 +1,172 @@
+"""Runs the step graph in one process with the plain classes behind the actors: no Ray, one operation after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.compute import Compute, ComputeSettings
+from pipeline.families import ModelSpec, load_model_spec, model_layout
+from pipeline.homes import homes
+from pipeline.learning_rate import LearningRate
+from pipeline.messages import Batch, StepControl, StepResult
+from pipeline.optimizer_pool import Optimizer, OptimizerSettings
+from pipeline.schedule import Op, SchedulePlan, build_step
+from tiers.layout import Buffer, ElementType, Precision, TierPlan
+from tiers.master import join_master
+from tiers.parameter_tier import ParameterTier, TierHandle
+from tiers.prefetcher import Prefetcher
+
+LR = LearningRate("constant", 1e-3, 0, 100)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the pipeline; every field but the first four must leave the result bitwise as it is."""
+
+    config: dict[str, Any]
+    precision: Precision = Precision.FP32
+    max_grad_norm: float | None = 1.0
+    lr: LearningRate = LR
+    optimizer_actors: int = 1
+    threads: int = 1
+    decoder_slots: int = 2
+    state_on_nvme: tuple[int, ...] = ()
+    weights_on_nvme: tuple[int, ...] = ()
+    staging_slots: int = 2
+    nvme_dir: Path | None = None
+    head_chunk_tokens: int = 4096
+
+    def spec(self) -> ModelSpec:
+        return load_model_spec(self.config, self.precision)
+
+    def plans(self) -> tuple[TierPlan, SchedulePlan]:
+        model = model_layout(self.spec())
+        clip = self.max_grad_norm is not None
+        placed = homes(
+            model, clip=clip, state=self.state_on_nvme, weights=self.weights_on_nvme, staging_slots=self.staging_slots
+        )
+        gradient = ElementType.FLOAT32 if self.precision is Precision.FP32 else ElementType.BFLOAT16
+        schedule = SchedulePlan(
+            kinds=tuple(layer.kind for layer in model.layers),
+            tied=model.tied,
+            clip=clip,
+            decoder_slots=self.decoder_slots,
+            weight_slots=tuple(home.weight_slot for home in placed),
+            state_slots=tuple(home.state_slot for home in placed),
+            gradient_slots=tuple(home.gradient_slot for home in placed),
+        )
+        return TierPlan(model, placed, gradient), schedule
+
+    def compute_settings(self) -> ComputeSettings:
+        return ComputeSettings(
+            device="cpu",
+            decoder_slots=self.decoder_slots,
+            compile=False,
+            max_grad_norm=self.max_grad_norm,
+            learning_rate=self.lr,
+            head_chunk_tokens=self.head_chunk_tokens,
+        )
+
+    def optimizer_settings(self) -> OptimizerSettings:
+        return OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+class InlineRun:
+    """A tier, a prefetcher, optimizers and a compute engine in this process."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        tier_plan, self.schedule = case.plans()
+        self.tier = ParameterTier(tier_plan)
+        handle: TierHandle = self.tier.handle()
+        self.prefetcher = Prefetcher(handle, case.nvme_dir, 2)
+        self.optimizers = [
+            Optimizer(handle, case.optimizer_settings(), part, case.optimizer_actors, case.threads)
+            for part in range(case.optimizer_actors)
+        ]
+        self.compute = Compute(case.spec(), handle, case.compute_settings())
+        self.control = StepControl(applied=True, applied_steps=0, lr=0.0, clip_coefficient=1.0)
+        self.arena, self.map = handle.attach()
+
+    def initialise(self, seed: int) -> None:
+        for layer in range(self.schedule.num_layers):
+            self.prefetcher.initialise(layer, seed)
+
+    def step(self, step: int, batch: Batch) -> StepResult:
+        """Run one step in submission order."""
+        result: StepResult | None = None
+        for operation in build_step(self.schedule):
+            layer, slot = operation.key.layer, operation.slot
+            match operation.key.op:
+                case Op.BEGIN:
+                    self.compute.begin(step, batch)
+                case Op.STAGE:
+                    self.compute.stage(step, layer, slot)
+                case Op.FORWARD:
+                    self.compute.forward(step, layer, slot)
+                case Op.HEAD:
+                    self.compute.head(step, slot)
+                case Op.BACKWARD:
+                    self.compute.backward(step, layer, slot)
+                case Op.OFFLOAD:
+                    self.compute.offload(step, layer)
+                case Op.LOSS:
+                    self.control = self.compute.loss(step, self.control)
+                case Op.NORM:
+                    control, result = self.compute.norm(step, self.control)
+                    self.control = control
+                case Op.UPDATE:
+                    for optimizer in self.optimizers:
+                        optimizer.update(step, layer, self.control)
+                case Op.LOAD_WEIGHTS:
+                    self.prefetcher.load_weights(layer)
+                case Op.LOAD_STATE:
+                    self.prefetcher.load_state(layer)
+                case Op.STORE_STATE:
+                    self.prefetcher.store_state(layer)
+        assert result is not None
+        return result
+
+    def train(self, batches: Sequence[Batch]) -> list[StepResult]:
+        return [self.step(step, batch) for step, batch in enumerate(batches, 1)]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The fp32 master of every tensor, by name."""
+        found: dict[str, torch.Tensor] = {}
+        for layer in self.map.plan.model.layers:
+            if self.map.plan.homes[layer.index].state_slot is not None:
+                self.prefetcher.load_state(layer.index)
+            state = self.map.states[layer.index]
+            flat = self.arena.view(state[Buffer.WEIGHT])
+            if self.case.precision is Precision.BF16:
+                flat = join_master(flat, self.arena.view(state[Buffer.WEIGHT_LOW]))
+            for tensor in layer.tensors:
+                values = np.array(flat[tensor.offset : tensor.offset + tensor.numel])
+                found[tensor.name] = torch.from_numpy(values).view(tensor.shape)
+        return found
+
+    def close(self) -> None:
+        self.compute.close()
+        for optimizer in self.optimizers:
+            optimizer.close()
+        self.prefetcher.close()
+        self.arena.close()
+        self.tier.close()
+
+
+@contextmanager
+def inline_run(case: Case, seed: int = 1) -> Iterator[InlineRun]:
+    """A run with randomly initialised weights."""
+    run = InlineRun(case)
+    try:
+        run.initialise(seed)
+        yield run
+    finally:
+        run.close()
