@@ -8,16 +8,21 @@ full, and a data set smaller than a step is repeated within it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
+from pipeline.errors import PipelineError
 from pipeline.messages import IGNORED, Batch, DataPosition
 from tasks.data.dataset import PAD_ID, PackedDataset
 from tasks.data.settings import DataError
+
+
+class BatchError(PipelineError):
+    """A batch could not be prepared: a fault of the run (a lost disk, a bug), not of what the user asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +85,13 @@ class BatchLoader:
         """Give the batch of the next step and start on the one after it.
 
         Raises:
-            DataError: it could not be prepared; the cause is attached. The loader stays at that step.
+            BatchError: it could not be prepared; the cause is attached. The loader stays at that step.
         """
         start_s = time.monotonic()
         try:
             batch = self._pending.result()
         except Exception as error:
-            raise DataError(f"the batch at {self._position} could not be prepared: {error}") from error
+            raise BatchError(f"the batch at {self._position} could not be prepared: {error}") from error
         wait_s = time.monotonic() - start_s
         self._position = advance(self._position, self._sequences_per_step, self._dataset.num_sequences)
         self._pending = self._submit()
@@ -130,7 +135,7 @@ def eval_batches(dataset: PackedDataset, micro_batch: int, micro_batches_per_pas
         yield _batch(dataset, indices + [None] * (-len(indices) % micro_batch), micro_batch)
 
 
-def _batch(dataset: PackedDataset, indices: list[int | None], micro_batch: int) -> Batch:
+def _batch(dataset: PackedDataset, indices: Sequence[int | None], micro_batch: int) -> Batch:
     """Fill a batch; None is a sequence of padding."""
     shape = (len(indices), dataset.sequence_length)
     input_ids = np.full(shape, PAD_ID, dtype=np.int32)
