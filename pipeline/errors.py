@@ -12,3 +12,11 @@ class PipelineError(RuntimeError):
 
 class UnsupportedModelError(PipelineError, ValueError):
     """A model's configuration is malformed, or asks for maths that no family here computes."""
+
+
+class TokenIdError(PipelineError, ValueError):
+    """A batch holds a token id that the model has no embedding for; found on the host, before the device sees it."""
+
+
+class DeviceMemoryError(PipelineError):
+    """The device has no memory left for an operation."""

@@ -1,8 +1,8 @@
 """Streams and marks of the device, and their twin on a machine without one: the same code runs on both.
 
-On CUDA work is enqueued on three streams (compute, to the device, to the host) that run side by side; a *mark* is a
-point in a stream's order that another stream, or the host, can wait for. On the CPU work is done when its call
-returns, so waiting is void and a mark is only a time. Streams are made once a process: the caching allocator keeps a
+On CUDA work is enqueued on a few streams that run side by side; a *mark* is a point in a stream's order that another
+stream, or the host, can wait for. On the CPU work is done when its call returns, so waiting is void and a mark is only
+a time. Streams are made once a process: the caching allocator keeps a
 pool for each stream ever used, so a new stream each step would grow memory without end.
 """
 
@@ -44,16 +44,18 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Streams:
-    """The three streams of a process."""
+    """The streams of a process."""
 
     device: torch.device
     compute: Stream
     to_device: Stream
     to_host: Stream
+    prepare: Stream
+    """Makes ready the next step's ids and masks, where the host may wait without waiting for the layers at work."""
 
     def synchronize(self) -> None:
         """Block until everything enqueued is done."""
-        for stream in (self.compute, self.to_device, self.to_host):
+        for stream in (self.compute, self.to_device, self.to_host, self.prepare):
             stream.mark().synchronize()
 
 
@@ -61,9 +63,9 @@ def open_streams(device: torch.device) -> Streams:
     """Make the streams of a process on `device`; call once."""
     if device.type == "cuda":
         clock = _CudaClock(device)
-        return Streams(device, *(_CudaStream(device, clock) for _ in range(3)))
+        return Streams(device, *(_CudaStream(device, clock) for _ in range(4)))
     host = _HostStream()
-    return Streams(device, host, host, host)
+    return Streams(device, host, host, host, host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pipeline.learning_rate import LearningRate
 from pipeline.messages import Batch, LossSum, StepControl, StepResult
 from pipeline.schedule import Op, SchedulePlan, build_evaluation, build_step
 from tiers.initialise import initialise_layer
-from tiers.layout import ArenaMap, Buffer, ElementType, Extent, LayerHome, Precision, TierPlan
+from tiers.layout import ArenaMap, ElementType, Extent, LayerHome, Precision, TierPlan
 from tiers.parameter_tier import ParameterTier
 
 LR = LearningRate("constant", 1e-3, 0, 100)

@@ -1,0 +1,179 @@
+"""The actor that computes: the only process that touches the device.
+
+Every public method is one operation of the step graph (or asks for a fact), called with the step's number first and
+with the results it had to wait for as ignored trailing arguments. Methods enqueue and return while the device still
+works, save those that give the host something: `offload`, `loss`, `norm`, `evaluate_head`. They run in three lanes of
+threads, because Ray's order within a lane is no promise and the lanes must not wait for one another; what must come
+first is an edge of the graph on the host and a mark between streams on the device.
+"""
+
+from __future__ import annotations
+
+import ray
+import torch
+from ray.actor import ActorClass
+
+from pipeline.activations import Boundaries
+from pipeline.compute_settings import ComputeSettings
+from pipeline.device import open_device, register_host_memory, unregister_host_memory
+from pipeline.device_slots import WeightSlots
+from pipeline.families import ModelSpec
+from pipeline.gradient_buffers import OutgoingGradients
+from pipeline.messages import Batch, LaneSpan, LossSum, StepControl, StepResult
+from pipeline.outcome import decide, global_norm, report
+from pipeline.passes import Passes
+from pipeline.spans import SpanRecorder
+from pipeline.streams import open_streams
+from tiers.arena import Arena
+from tiers.layout import ElementType, Extent
+from tiers.parameter_tier import TierHandle
+
+__all__ = ["Compute", "ComputeActor", "ComputeSettings"]
+
+ACTOR_NAME = "compute"
+
+
+class Compute:
+    """Streams layers through the device. Training steps count from 0 or 1 up, evaluation passes below zero."""
+
+    def __init__(self, spec: ModelSpec, tier: TierHandle, settings: ComputeSettings) -> None:
+        """Attach to the arena, register it with the device, allocate everything whose size does not vary.
+
+        Raises:
+            PipelineError: Not exactly one GPU is visible, or host memory cannot be registered.
+            TierError: The arena's owner is gone.
+        """
+        self._settings = settings
+        self._device = open_device(settings)
+        self._arena, arena_map = tier.attach()
+        model = arena_map.plan.model
+        if self._device.type == "cuda":
+            register_host_memory(self._arena.address, arena_map.registered_bytes)
+        self._streams = open_streams(self._device)
+        self._spans = SpanRecorder(ACTOR_NAME, settings.record_spans)
+        self._layer_names = [layer.name for layer in model.layers]
+        weights = [_tensor(self._arena, extent) for extent in arena_map.weights]
+        self._gradients = [_tensor(self._arena, extent) for extent in arena_map.gradients]
+        room = _tensor(self._arena, arena_map.activations).view(torch.uint8) if arena_map.activations else None
+        self._slots = WeightSlots(model, settings.decoder_slots, weights, self._streams)
+        self._outgoing = OutgoingGradients(model, settings.outgoing_buffers, self._gradients[0].dtype, self._streams)
+        boundaries = Boundaries(self._streams, room)
+        self._passes = Passes(
+            spec, model, settings, self._streams, self._slots, self._outgoing, boundaries, self._spans
+        )
+
+    def ready(self) -> int:
+        """Return the device memory taken for good, in bytes: slots, accumulators and outgoing buffers."""
+        self._streams.synchronize()
+        return self._slots.num_bytes + self._passes.accumulators.num_bytes + self._outgoing.num_bytes
+
+    @ray.method(concurrency_group="transfer")
+    def begin(self, step: int, batch: Batch, *after: object) -> None:
+        """Give the micro-batches of a step to the device.
+
+        Raises:
+            TokenIdError: An id outside the vocabulary; nothing has reached the device and the actor stays usable.
+        """
+        self._passes.begin(step, batch)
+
+    @ray.method(concurrency_group="transfer")
+    def stage(self, step: int, layer: int, slot: int, *after: object) -> None:
+        """Copy a layer's weights from the arena into a device slot."""
+        self._slots.stage(layer, slot, self._spans)
+
+    @ray.method(concurrency_group="compute")
+    def forward(self, step: int, layer: int, slot: int, *after: object) -> None:
+        """Pass every micro-batch through a layer and keep its inputs for the backward."""
+        self._passes.forward(step, layer, slot)
+
+    @ray.method(concurrency_group="compute")
+    def head(self, step: int, slot: int, *after: object) -> None:
+        """Compute the loss and go back through the head, for every micro-batch."""
+        self._passes.head(step, slot)
+
+    @ray.method(concurrency_group="compute")
+    def backward(self, step: int, layer: int, slot: int, *after: object) -> None:
+        """Go back through a layer for every micro-batch; its summed gradient is then ready for `offload`."""
+        self._passes.backward(step, layer, slot)
+
+    @ray.method(concurrency_group="offload")
+    def offload(self, step: int, layer: int, *after: object) -> None:
+        """Copy a layer's gradient into the arena; return when the last byte is there."""
+        self._outgoing.drain(step, layer, self._gradients[layer], self._spans).synchronize()
+
+    @ray.method(concurrency_group="offload")
+    def loss(self, step: int, previous: StepControl, *after: object) -> StepControl:
+        """Wait for the step's loss and decide on its updates. Only for runs without clipping.
+
+        A gradient that is not finite although the loss is finite is found too late by this; `norm` then names it.
+        """
+        assert self._settings.max_grad_norm is None, "with clipping the norm decides"
+        return decide(previous, self._settings.learning_rate, self._read_loss(step))
+
+    @ray.method(concurrency_group="offload", num_returns=2)
+    def norm(self, step: int, control: StepControl, *after: object) -> tuple[StepControl, StepResult]:
+        """Wait for the end of the backward, measure the global gradient norm and forget the step.
+
+        Args:
+            step: The step; its gradients may still be on their way to the arena.
+            control: With clipping, of the step before; without, of this step, from `loss`.
+            after: Ignored.
+
+        Returns:
+            This step's control, and what the step reports.
+        """
+        loss, state = self._read_loss(step), self._passes.steps[step]
+        assert state.sums_known is not None, "the backward has not come to its end"
+        state.sums_known.synchronize()
+        sums: list[float] = state.sums_of_squares.tolist()
+        limit = self._settings.max_grad_norm
+        if limit is not None:
+            control = decide(control, self._settings.learning_rate, loss, global_norm(sums), limit)
+        self._passes.steps.end(step)
+        return control, report(control, loss, sums, self._layer_names, self._take_peak_bytes())
+
+    @ray.method(concurrency_group="compute")
+    def evaluate_head(self, step: int, slot: int, *after: object) -> LossSum:
+        """Finish an evaluation pass: return the sum of its token losses."""
+        self._passes.evaluate_head(step, slot)
+        tokens = self._passes.steps[step].supervised_tokens
+        loss_sum = self._read_loss(step)
+        self._passes.steps.end(step)
+        return LossSum(loss_sum, tokens)
+
+    @ray.method(concurrency_group="offload")
+    def take_spans(self) -> tuple[LaneSpan, ...]:
+        """Return what the device has done since the last call, and forget it."""
+        return self._spans.take()
+
+    def close(self) -> None:
+        """Wait for the device and let go of the arena."""
+        self._streams.synchronize()
+        if self._device.type == "cuda":
+            unregister_host_memory(self._arena.address)
+        self._arena.close()
+
+    def _read_loss(self, step: int) -> float:
+        state = self._passes.steps[step]
+        assert state.loss_known is not None, "the head has not been called"
+        state.loss_known.synchronize()
+        return float(state.loss)
+
+    def _take_peak_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak_bytes
+
+
+def _tensor(arena: Arena, extent: Extent) -> torch.Tensor:
+    """The extent's elements as a tensor that shares the arena's memory."""
+    stored = torch.from_numpy(arena.view(extent))
+    return stored.view(torch.bfloat16) if extent.element is ElementType.BFLOAT16 else stored
+
+
+# Groups must be named here, not in `.options()`; Ray's types do not know the argument.
+ComputeActor: ActorClass[Compute] = ray.remote(  # type: ignore[call-overload]
+    concurrency_groups={"compute": 1, "transfer": 2, "offload": 3}
+)(Compute)
