@@ -231,8 +231,8 @@ def test_resolved_recipe_round_trips_through_toml(tmp_path: Path) -> None:
 
 
 def test_stored_recipe_that_does_not_parse_is_named() -> None:
-    with pytest.raises(RecipeError, match=r"step-000003: is not TOML.*line 1"):
-        parse_recipe("x", "step-000003")
+    with pytest.raises(RecipeError, match=r"step-000003: is not TOML.*line 1, column 1"):
+        parse_recipe("= 1", "step-000003")
     with pytest.raises(RecipeError, match="step-000003: 4 problems"):
         parse_recipe("", "step-000003")
 
