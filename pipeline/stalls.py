@@ -1,0 +1,73 @@
+"""Why the compute lane stood idle in a step: a pure reading of the spans that the lanes recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeline.messages import Lane, LaneSpan
+
+NOISE_S = 1e-4
+"""Gaps below this are the time between two calls, not a stall."""
+
+_LAYER = re.compile(r"\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """Seconds that the compute lane waited, by cause."""
+
+    load: float = 0.0
+    """For weights to come from NVMe."""
+    stage: float = 0.0
+    """For weights to come to the device."""
+    update: float = 0.0
+    """For the optimizer to finish the layer that comes next."""
+    control: float = 0.0
+    """For nothing that a lane did: calls on their way, the driver, the first compilation."""
+
+
+def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> Stalls:
+    """Attribute every gap of the compute lane between two times.
+
+    A gap before an operation that reads layer l is split at the moments when `stage[l]` began, and before that when
+    `update[l]` or `load_weights[l]` ended: what was at work in each part of the gap is its cause.
+
+    Args:
+        spans: Of any lanes; those outside the window are ignored.
+        start_s: Begin of the window, `time.monotonic()`.
+        end_s: Its end.
+    """
+    spans = sorted(spans, key=lambda span: span.start_s)
+    compute = [span for span in spans if span.lane is Lane.COMPUTE and start_s <= span.start_s <= end_s]
+    causes = {"load": 0.0, "stage": 0.0, "update": 0.0, "control": 0.0}
+    idle_from = start_s
+    for span in compute:
+        if span.start_s - idle_from > NOISE_S:
+            for cause, seconds in _split(spans, span, idle_from):
+                causes[cause] += seconds
+        idle_from = max(idle_from, span.end_s)
+    return Stalls(**causes)
+
+
+def _split(spans: list[LaneSpan], late: LaneSpan, idle_from: float) -> list[tuple[str, float]]:
+    """Parts of the gap before `late`, latest first."""
+    match = _LAYER.search(late.name)
+    parts: list[tuple[str, float]] = []
+    until = late.start_s
+    for cause, names, lane in (
+        ("stage", {"stage"}, Lane.H2D),
+        ("load", {"load_weights"}, Lane.NVME_READ),
+        ("update", {"update"}, Lane.UPDATE),
+    ):
+        if match is None:
+            break
+        wanted = {f"{name}[{match.group(1)}]" for name in names}
+        before = [s for s in spans if s.lane is lane and s.name in wanted and idle_from < s.end_s <= until + NOISE_S]
+        if before:
+            begun = max(min(s.start_s for s in before), idle_from)
+            parts.append((cause, max(0.0, until - begun)))
+            until = begun
+    parts.append(("control", max(0.0, until - idle_from)))
+    return parts

@@ -1,0 +1,54 @@
+"""Gaps of the compute lane are blamed on what was at work in them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.messages import Lane, LaneSpan
+from pipeline.stalls import stalls_of
+
+
+def span(name: str, lane: Lane, start_s: float, end_s: float) -> LaneSpan:
+    return LaneSpan(name, lane, "actor", start_s, end_s)
+
+
+def test_a_busy_lane_has_no_stall() -> None:
+    spans = [span("forward[0]", Lane.COMPUTE, 0.0, 1.0), span("forward[1]", Lane.COMPUTE, 1.0, 2.0)]
+    stalls = stalls_of(spans, 0.0, 2.0)
+    assert stalls.stage == stalls.update == stalls.load == stalls.control == 0.0
+
+
+def test_a_gap_is_split_between_the_update_the_stage_and_the_rest() -> None:
+    spans = [
+        span("backward[0]", Lane.COMPUTE, 0.0, 1.0),
+        span("update[0]", Lane.UPDATE, 1.5, 2.0),
+        span("stage[0]", Lane.H2D, 2.0, 2.25),
+        span("forward[0]", Lane.COMPUTE, 2.25, 3.0),
+    ]
+    stalls = stalls_of(spans, 0.0, 3.0)
+    assert stalls.stage == pytest.approx(0.25)
+    assert stalls.update == pytest.approx(0.5)
+    assert stalls.control == pytest.approx(0.5)
+
+
+def test_another_layers_transfer_is_not_blamed() -> None:
+    spans = [
+        span("forward[1]", Lane.COMPUTE, 0.0, 1.0),
+        span("stage[5]", Lane.H2D, 1.0, 2.0),
+        span("forward[2]", Lane.COMPUTE, 2.0, 3.0),
+    ]
+    stalls = stalls_of(spans, 0.0, 3.0)
+    assert stalls.stage == 0.0
+    assert stalls.control == pytest.approx(1.0)
+
+
+def test_weights_that_came_late_from_the_drive_are_a_load_stall() -> None:
+    spans = [
+        span("forward[1]", Lane.COMPUTE, 0.0, 1.0),
+        span("load_weights[2]", Lane.NVME_READ, 0.5, 3.0),
+        span("stage[2]", Lane.H2D, 3.0, 3.5),
+        span("forward[2]", Lane.COMPUTE, 3.5, 4.0),
+    ]
+    stalls = stalls_of(spans, 0.0, 4.0)
+    assert stalls.load == pytest.approx(2.0)
+    assert stalls.stage == pytest.approx(0.5)
