@@ -11,8 +11,9 @@ DIRECTORY_MODE = 0o700
 
 def make_directory(path: Path) -> None:
     """Create `path` and missing parents, readable by the owner alone; an existing directory is left as it is."""
-    for directory in (*reversed(path.parents), path):
-        directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
 
 def write_file(path: Path, content: bytes) -> None:
