@@ -25,7 +25,7 @@ class ComputeSettings:
     head_chunk_tokens: int = 4096
     """Tokens whose logits exist at once: fp32 logits of 152,064 words take 2.5 GB then."""
     deterministic: bool = False
-    """Same bits in every run on the same device: sums of embedding gradients are sorted instead of racing."""
+    """Same bits in every run on the same GPU, for a slower backward of attention. The CPU always is."""
     record_spans: bool = True
     """Time every operation: two events each."""
     threads: int = 1

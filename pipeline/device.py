@@ -22,7 +22,13 @@ def open_device(settings: ComputeSettings) -> torch.device:
     torch.set_num_threads(settings.threads)
     # fp32 means fp32: TF32 keeps 10 bits of the mantissa.
     torch.set_float32_matmul_precision("highest")
-    if settings.device == "cpu":
+    on_cpu = settings.device == "cpu"
+    if settings.deterministic:
+        # cuBLAS reads it when it starts; torch refuses deterministic products without it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(settings.deterministic or on_cpu)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if on_cpu:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count != 1:

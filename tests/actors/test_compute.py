@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import ray
 import torch
-from support.local_compute import LocalCompute, local_compute
-from support.tiny import VOCABULARY, random_batch, tiny_config
 
 from pipeline.compute import ComputeActor, ComputeSettings
 from pipeline.compute_settings import ComputeSettings as SettingsOfDriver
 from pipeline.errors import DeviceMemoryError, TokenIdError
 from pipeline.messages import Batch, Lane, StepControl, StepResult
 from pipeline.schedule import Op, build_step
+from support.local_compute import LocalCompute, local_compute
+from support.tiny import VOCABULARY, random_batch, tiny_config
 
 
 def with_id(batch: Batch, field: str, value: int) -> Batch:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from pipeline.messages import IGNORED, Batch
 from support.local_compute import LR, local_compute
 from support.reference import build_reference, document_mask, train_reference
 from support.tiny import random_batch, tiny_config
-
-from pipeline.messages import IGNORED, Batch
 
 Tensors = dict[str, torch.Tensor]
 
