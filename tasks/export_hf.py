@@ -1,0 +1,55 @@
+"""Writes a checkpoint as a Hugging Face model directory that transformers and others load.
+
+    python -m tasks.export_hf RUN_OR_CHECKPOINT OUT [--dtype source|bf16|fp16|fp32] [--max-shard-gib 5] [--untie]
+
+Memory stays within one shard. OUT appears whole or not at all. Tied models are written as Hugging Face does, with the
+embedding alone; `--untie` writes the head too, for tools that expect it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.recipe import RecipeError
+from tasks.hf_directory import DTYPES, ExportError, ExportSettings, export
+from tasks.stored_model import StoredModel
+from tiers.errors import CheckpointError, TierError
+
+_GIB = 1 << 30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, 2 for a refusal, 1 for a failure."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.export_hf", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("source", type=Path, help="a run directory, whose newest checkpoint is taken, or a checkpoint")
+    parser.add_argument("out", type=Path, help="the directory to make")
+    parser.add_argument("--dtype", choices=["source", *DTYPES], default="source", help="type of the tensors")
+    parser.add_argument("--max-shard-gib", type=_positive, default=5.0, help="most GiB a file")
+    parser.add_argument("--untie", action="store_true", help="write the head of a tied model as a tensor of its own")
+    options = parser.parse_args(arguments)
+    settings = ExportSettings(options.dtype, int(options.max_shard_gib * _GIB), options.untie)
+    try:
+        model = StoredModel.open(options.source)
+        out = export(model, options.out, settings)
+    except (ExportError, CheckpointError, RecipeError) as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
+    except (TierError, OSError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    print(f"exported step {model.manifest.facts.step} of {model.directory} to {out}")
+    return 0
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Makes a Hugging Face model directory of a stored model: sharded safetensors, index, config, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pipeline.recipe import Recipe
+from tasks.stored_model import ModelTensor, StoredModel
+from tiers.durable_files import sync_directory, sync_file
+from tiers.errors import TierError
+from tiers.layout import Precision
+from tiers.manifest import verify
+from tiers.preflight import check_free_bytes
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What a user calls the types that an export can have."""
+
+HEAD_NAME = "lm_head.weight"
+"""Of every supported family."""
+
+_CONFIG = "config.json"
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+_GENERATION_FILES = ("generation_config.json",)
+_OTHER_BYTES = 64 << 20
+"""Room for config and tokenizer files."""
+
+
+class ExportError(TierError, ValueError):
+    """An export that cannot be made as asked; nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """How a model is written."""
+
+    dtype: str = "source"
+    """A key of DTYPES; `source` takes the imported model's own type, or the run's precision after a random start."""
+    shard_bytes: int = 5 << 30
+    """Most bytes of tensors in a file; a larger tensor has a file of its own."""
+    untie: bool = False
+    """Write the head of a tied model too, as a copy of the embedding."""
+
+
+def export(model: StoredModel, out: Path, settings: ExportSettings) -> Path:
+    """Write `model` to `out`, whole or not at all.
+
+    Args:
+        model: An open checkpoint; every byte of it is verified first.
+        out: Must not exist, or be an empty directory.
+        settings: Choices of the user.
+
+    Returns:
+        The absolute path of the directory.
+
+    Raises:
+        ExportError: `out` is taken, the checkpoint is damaged, or the run's source is gone.
+        TierError: The disk is too full.
+    """
+    out = out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ExportError(f"{out} exists and is not an empty directory; name another one, nothing is overwritten")
+    recipe = model.recipe()
+    config = source_config(recipe)
+    dtype = _dtype(settings.dtype, config, model)
+    tensors = _named_tensors(model, untie=settings.untie)
+    shards = plan_shards({name: t.numel * dtype.itemsize for name, t in tensors.items()}, settings.shard_bytes)
+    if problems := verify(model.directory, deep=True):
+        raise ExportError(f"{model.directory} is damaged and is not exported: {'; '.join(problems)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    total_bytes = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
+    check_free_bytes(out.parent, total_bytes + _OTHER_BYTES)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".partial", dir=out.parent))
+    try:
+        _write_shards(model, partial, tensors, shards, dtype)
+        written = config | _config_changes(config, dtype, tied=model.tied and not settings.untie)
+        (partial / _CONFIG).write_text(json.dumps(written, indent=2) + "\n")
+        _copy_companions(recipe, partial)
+        for path in partial.iterdir():
+            path.chmod(0o644)
+            sync_file(path)
+        partial.chmod(0o755)
+        sync_directory(partial)
+        partial.rename(out)
+        sync_directory(out.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out
+
+
+def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """Group tensors, in order, into files of at most `shard_bytes` each; a larger tensor is alone."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, num_bytes in sizes.items():
+        if not shards or num_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= num_bytes
+    return shards
+
+
+def source_config(recipe: Recipe) -> dict[str, object]:
+    """The Hugging Face configuration that a run's model was made from.
+
+    Raises:
+        ExportError: The file it came from is gone or is no JSON object.
+    """
+    origin = recipe.model.source if recipe.model.source is not None else recipe.model.config
+    if isinstance(origin, dict):
+        return dict(origin)
+    assert origin is not None, "a recipe has a source or a config"
+    path = origin / _CONFIG if origin.is_dir() or recipe.model.source is not None else origin
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"the run's model configuration {path} cannot be read ({error}); put it back, it belongs into the export"
+        ) from error
+    if not isinstance(config, dict):
+        raise ExportError(f"the run's model configuration {path} is not a JSON object")
+    return config
+
+
+def _dtype(asked: str, config: Mapping[str, object], model: StoredModel) -> torch.dtype:
+    if asked != "source":
+        return DTYPES[asked]
+    stated = config.get("dtype") or config.get("torch_dtype")
+    for dtype in DTYPES.values():
+        if stated == _name(dtype):
+            return dtype
+    return torch.bfloat16 if model.precision is Precision.BF16 else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _named_tensors(model: StoredModel, *, untie: bool) -> dict[str, ModelTensor]:
+    """Every tensor that the export has, by its name there."""
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    if untie and model.tied:
+        # The embedding layer holds the embedding matrix alone.
+        tensors[HEAD_NAME] = model.tensors[0]
+    return tensors
+
+
+def _write_shards(
+    model: StoredModel,
+    directory: Path,
+    tensors: Mapping[str, ModelTensor],
+    shards: Sequence[Sequence[str]],
+    dtype: torch.dtype,
+) -> None:
+    single = len(shards) == 1
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if single else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # transformers refuses files that do not say they are PyTorch's.
+        save_file({name: model.read(tensors[name], dtype) for name in names}, directory / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+    if not single:
+        total_bytes = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _config_changes(config: Mapping[str, object], dtype: torch.dtype, *, tied: bool) -> dict[str, object]:
+    """What the export's configuration says otherwise than the source's."""
+    # transformers 5 reads `dtype`, older versions and other tools `torch_dtype`.
+    changes: dict[str, object] = {"dtype": _name(dtype), "torch_dtype": _name(dtype), "tie_word_embeddings": tied}
+    if "architectures" not in config:
+        changes["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    return changes
+
+
+def _copy_companions(recipe: Recipe, directory: Path) -> None:
+    """Copy tokenizer files, from where the data's tokenizer came or else the source, and generation settings."""
+    source = recipe.model.source
+    tokenizer = recipe.data.tokenizer if isinstance(recipe.data.tokenizer, Path) else source
+    for origin, patterns in ((tokenizer, _TOKENIZER_FILES), (source, _GENERATION_FILES)):
+        for pattern in patterns if origin is not None else ():
+            assert origin is not None
+            for path in sorted(origin.glob(pattern)):
+                if path.is_file():
+                    shutil.copyfile(path, directory / path.name)

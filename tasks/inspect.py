@@ -1,0 +1,121 @@
+"""Says what a run directory, a checkpoint or a Hugging Face directory holds, without loading it.
+
+python -m tasks.inspect PATH [--tensors] [--verify]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tasks.stored_model import StoredModel, find_checkpoint
+from tiers.checkpoint import newest_complete
+from tiers.errors import TierError
+from tiers.manifest import MANIFEST_NAME, verify
+from tiers.safetensors_header import read_header
+
+_SAFETENSORS = "*.safetensors"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, 1 where `--verify` found damage, 2 where PATH is nothing known."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.inspect", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("path", type=Path, help="a run directory, a checkpoint, or a Hugging Face model directory")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
+    options = parser.parse_args(arguments)
+    path: Path = options.path
+    try:
+        if (path / "checkpoints").is_dir():
+            for line in run_lines(path):
+                print(line)
+        if any(path.glob(_SAFETENSORS)):
+            lines = hugging_face_lines(path, tensors=options.tensors)
+        else:
+            lines = checkpoint_lines(find_checkpoint(path), tensors=options.tensors)
+        for line in lines:
+            print(line)
+        if options.verify and not any(path.glob(_SAFETENSORS)):
+            return _verify(find_checkpoint(path))
+    except (TierError, OSError, ValueError) as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run_lines(run_dir: Path) -> Iterator[str]:
+    """What a run directory has beside its newest checkpoint."""
+    newest, skipped = newest_complete(run_dir)
+    complete = sorted(path.name for path in (run_dir / "checkpoints").glob(f"*/{MANIFEST_NAME}/.."))
+    yield f"run          {run_dir.absolute()}"
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.is_file():
+        rows = [json.loads(row) for row in metrics.read_text().splitlines() if row]
+        steps = [row for row in rows if "loss" in row]
+        if steps:
+            yield f"trained      {len(steps)} steps, loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
+    yield f"checkpoints  {', '.join(complete) or 'none'}; newest complete: {newest.name if newest else 'none'}"
+    for skip in skipped:
+        yield f"incomplete   {skip.path.name}: {skip.reason}"
+
+
+def checkpoint_lines(directory: Path, *, tensors: bool) -> Iterator[str]:
+    """What a checkpoint holds."""
+    model = StoredModel.open(directory)
+    facts = model.manifest.facts
+    yield f"checkpoint   {directory.absolute()}"
+    yield f"written      {model.manifest.created:%Y-%m-%d %H:%M:%S %Z}, project {model.manifest.project_version}"
+    yield f"step         {facts.step} ({facts.applied_steps} applied, {facts.skipped_steps} skipped)"
+    yield f"data         epoch {facts.data_position.epoch}, sequence {facts.data_position.sequence}"
+    yield f"parameters   {facts.num_parameters:,}, {facts.precision}{', head tied to embedding' if model.tied else ''}"
+    sizes: Counter[str] = Counter()
+    for record in model.manifest.files:
+        # layer/buffer/c/0 is a shard; the rest is metadata.
+        parts = record.path.split("/")
+        sizes[parts[1] if record.chunk_bytes and len(parts) > 1 else "metadata"] += record.num_bytes
+    for name, num_bytes in sizes.items():
+        yield f"{name:<12} {_bytes(num_bytes)}"
+    yield f"total        {_bytes(sizes.total())} in {len(model.manifest.files)} files"
+    yield f"libraries    {', '.join(f'{name} {version}' for name, version in facts.libraries.items())}"
+    for tensor in model.tensors if tensors else ():
+        yield f"  {tensor.layer:<12} {tensor.name:<60} {list(tensor.shape)}"
+
+
+def hugging_face_lines(directory: Path, *, tensors: bool) -> Iterator[str]:
+    """What a Hugging Face directory holds, from the headers of its files."""
+    held = [tensor for path in sorted(directory.glob(_SAFETENSORS)) for tensor in read_header(path)]
+    numels: Counter[str] = Counter()
+    for tensor in held:
+        numels[tensor.dtype] += math.prod(tensor.shape)
+    yield f"Hugging Face {directory.absolute()}"
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        yield f"model        {config.get('model_type')}, dtype {config.get('dtype', config.get('torch_dtype'))}"
+    except FileNotFoundError:
+        yield "model        config.json is missing"
+    yield f"parameters   {numels.total():,} ({', '.join(f'{dtype} {numel:,}' for dtype, numel in numels.items())})"
+    yield f"tensors      {len(held)} in {len({tensor.path for tensor in held})} files"
+    for tensor in held if tensors else ():
+        yield f"  {tensor.path.name:<34} {tensor.name:<60} {tensor.dtype} {list(tensor.shape)}"
+
+
+def _verify(directory: Path) -> int:
+    problems = verify(directory, deep=True)
+    for problem in problems:
+        print(f"damaged      {problem}")
+    if not problems:
+        print("verified     every byte is as the manifest says")
+    return 1 if problems else 0
+
+
+def _bytes(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):,.3f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):,.2f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

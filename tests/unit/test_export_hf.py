@@ -1,0 +1,208 @@
+"""An exported model is the trained one: transformers computes the same from it, and its files say what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.families import load_model_spec, model_layout
+from pipeline.recipe import parse_recipe
+from tasks import export_hf, inspect
+from tasks.hf_directory import ExportSettings, export, plan_shards
+from tasks.stored_model import StoredModel
+from tests.support.stores import empty_arrays, saved_facts, write_layer
+from tests.support.tiny import tiny_config
+from tiers import checkpoint
+from tiers.direct_file import DirectMode
+from tiers.direct_io import DirectIO
+from tiers.layout import Buffer, Precision
+from tiers.master import split_master
+from tiers.shard_store import ShardStore
+from tiers.shards import shard_path
+
+SaveRun = Callable[..., Path]
+Weights = dict[str, torch.Tensor]
+
+
+def save_run(run_dir: Path, config: dict[str, Any], precision: Precision, source: Path | None = None) -> Weights:
+    """Write a checkpoint of random fp32 masters as a run would, and return them by name."""
+    model = model_layout(load_model_spec(source or config, precision))
+    generator = torch.Generator().manual_seed(5)
+    weights: Weights = {}
+    writer = checkpoint.begin(run_dir, 7, model)
+    records = []
+    with DirectIO(threads=1) as io:
+        store = ShardStore(writer.directory, model, io, DirectMode.BUFFERED)
+        for layer in model.layers:
+            arrays = empty_arrays(model, layer)
+            for tensor in layer.tensors:
+                values = torch.randn(tensor.shape, generator=generator) * 0.1
+                place = slice(tensor.offset, tensor.offset + tensor.numel)
+                flat = values.numpy().reshape(-1)
+                if precision is Precision.FP32:
+                    arrays[Buffer.WEIGHT][place] = flat
+                else:
+                    split_master(flat, arrays[Buffer.WEIGHT][place], arrays[Buffer.WEIGHT_LOW][place])
+                weights[tensor.name] = values
+            records += write_layer(store, layer, arrays)
+    recipe = {
+        "run": {"name": "test", "dir": str(run_dir)},
+        "model": {"source": str(source)} if source else {"config": config},
+        "data": {"path": "/nowhere"},
+        "train": {"steps": 7, "sequence_length": 8, "sequences_per_step": 1},
+        "precision": {"mode": str(precision)},
+    }
+    text = "".join(
+        f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in section.items())
+        for name, section in recipe.items()
+    )
+    parse_recipe(text)
+    writer.publish(records, saved_facts(model, 7).model_copy(update={"recipe": text}))
+    return weights
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def tensors_of(directory: Path) -> Weights:
+    held = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            held |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return held
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_transformers_loads_the_fp32_master_bit_by_bit(tmp_path: Path, precision: Precision) -> None:
+    weights = save_run(tmp_path / "run", tiny_config("qwen3"), precision)
+    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings("fp32"))
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.float32
+    state = loaded.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    assert (out / "config.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_type_is_the_sources_unless_asked_otherwise_and_the_config_says_it(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    save_run(tmp_path / "run", config | {"torch_dtype": "float16"}, Precision.BF16)
+    model = StoredModel.open(tmp_path / "run")
+    save_run(tmp_path / "random", config, Precision.BF16)
+    random = StoredModel.open(tmp_path / "random")
+    for opened, asked, expected in (
+        (model, "source", torch.float16),
+        (random, "source", torch.bfloat16),
+        (random, "bf16", torch.bfloat16),
+        (random, "fp32", torch.float32),
+    ):
+        out = export(opened, tmp_path / f"{expected}-{asked}-{opened is model}", ExportSettings(asked))
+        assert {tensor.dtype for tensor in tensors_of(out).values()} == {expected}
+        assert AutoConfig.from_pretrained(out).dtype == expected
+        assert AutoConfig.from_pretrained(out).architectures == ["LlamaForCausalLM"]
+
+
+def test_bf16_is_what_the_model_computed_with(tmp_path: Path) -> None:
+    weights = save_run(tmp_path / "run", tiny_config("llama"), Precision.BF16)
+    held = tensors_of(export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings()))
+    for name, values in weights.items():
+        high = np.empty(values.shape, np.uint16)
+        split_master(values.numpy(), high, np.empty(values.shape, np.int16))
+        assert np.array_equal(held[name].view(torch.uint16).numpy(), high), name
+
+
+def test_a_tied_model_has_one_matrix_unless_untied(tmp_path: Path) -> None:
+    weights = save_run(tmp_path / "run", tiny_config("qwen2", tied=True), Precision.FP32)
+    model = StoredModel.open(tmp_path / "run")
+    tied, untied = (
+        export(model, tmp_path / "a", ExportSettings()),
+        export(model, tmp_path / "b", ExportSettings(untie=True)),
+    )
+    assert "lm_head.weight" not in tensors_of(tied)
+    assert torch.equal(tensors_of(untied)["lm_head.weight"], weights["model.embed_tokens.weight"])
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(out)(ids).logits for out in (tied, untied)]
+    assert torch.equal(*logits)
+    assert [AutoConfig.from_pretrained(out).tie_word_embeddings for out in (tied, untied)] == [True, False]
+
+
+def test_many_shards_make_an_index_and_load_alike(tmp_path: Path) -> None:
+    weights = save_run(tmp_path / "run", tiny_config("mistral"), Precision.FP32)
+    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings(shard_bytes=30_000))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 3 and files == {path.name for path in out.glob("*.safetensors")}
+    assert index["metadata"]["total_size"] == sum(values.nbytes for values in weights.values())
+    state = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_shards_keep_order_and_size_and_a_large_tensor_stands_alone() -> None:
+    assert plan_shards({"a": 4, "b": 4, "c": 20, "d": 1, "e": 9}, 10) == [["a", "b"], ["c"], ["d", "e"]]
+
+
+def test_tokenizer_and_generation_files_come_along(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(tiny_config("llama")))
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json", "notes.md"):
+        (source / name).write_text(f"{{}} {name}")
+    save_run(tmp_path / "run", {}, Precision.BF16, source=source)
+    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings())
+    copied = {path.name: path.read_text() for path in out.iterdir() if path.read_bytes().startswith(b"{} ")}
+    assert copied == {
+        name: f"{{}} {name}"
+        for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json")
+    }
+
+
+def test_nothing_is_overwritten_and_damage_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    save_run(run, tiny_config("llama"), Precision.BF16)
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert export_hf.main([str(run), str(out)]) == 2
+    assert "is not an empty directory" in capsys.readouterr().err
+    model = StoredModel.open(run)
+    with (model.directory / shard_path(_layers(run)[1], Buffer.WEIGHT)).open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff\xff\xff")
+    assert export_hf.main([str(run), str(tmp_path / "new")]) == 2
+    assert "model.layers.0" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+    assert inspect.main([str(run), "--verify"]) == 1
+    assert "damaged" in capsys.readouterr().out
+
+
+def _layers(run: Path) -> tuple[Any, ...]:
+    return model_layout(load_model_spec(tiny_config("llama"), Precision.BF16)).layers
+
+
+def test_inspect_tells_run_checkpoint_and_hugging_face_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    weights = save_run(run, tiny_config("llama"), Precision.BF16)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 7, "loss": 2.25}\n')
+    assert inspect.main([str(run), "--tensors", "--verify"]) == 0
+    text = capsys.readouterr().out
+    numel = sum(values.numel() for values in weights.values())
+    for part in ("7 (7 applied", f"{numel:,}, bf16", "5.5000 -> 2.2500", "exp_avg_sq", "lm_head.weight", "verified"):
+        assert part in text, part
+    out = export(StoredModel.open(run), tmp_path / "out", ExportSettings())
+    assert inspect.main([str(out)]) == 0
+    assert f"{numel:,} (BF16 {numel:,})" in capsys.readouterr().out
+    assert inspect.main([str(tmp_path)]) == 2
+    assert "no checkpoint" in capsys.readouterr().err
