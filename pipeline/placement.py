@@ -191,6 +191,7 @@ def _place_device(request: PlacementRequest, gpu_bytes: int) -> tuple[int, tuple
             _gradient_type(request).bytes,
             decoder_slots=request.decoder_slots,
             spilled_boundaries=spilled,
+            compiled=request.processes.compiled,
         )
         if total(device) <= gpu_bytes:
             break

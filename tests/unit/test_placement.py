@@ -31,7 +31,7 @@ from tiers.layout import (
     place_tensors,
 )
 
-COMPUTE = ComputeShape(hidden_size=64, intermediate_size=256, query_size=64, kv_size=32, vocab_size=4096)
+COMPUTE = ComputeShape(hidden_size=64, intermediate_size=256, query_size=64, kv_size=32, head_size=16, vocab_size=4096)
 STEP = StepShape(sequence_length=128, sequences=8, micro_batch=2)
 ROOMY = MemoryBudget(ram_bytes=2**50, gpu_bytes=2**50)
 PROCESSES = ProcessShape(optimizer_actors=2, cuda=False)
@@ -174,7 +174,7 @@ def test_refusal_names_needed_available_and_every_knob_that_helps() -> None:
 
 def test_a_remedy_works_when_followed() -> None:
     wanted = replace(request(model()), step=StepShape(sequence_length=8192, sequences=64, micro_batch=32))
-    budget = replace(ROOMY, gpu_bytes=3 * GIB, ram_bytes=1 * GIB)
+    budget = replace(ROOMY, gpu_bytes=2 * GIB, ram_bytes=1 * GIB)
     with pytest.raises(PlacementError, match=r"train\.micro_batch = (\d+)") as refused:
         place(wanted, budget)
     text = str(refused.value)

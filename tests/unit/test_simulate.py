@@ -13,7 +13,9 @@ from pipeline.placement import MemoryBudget, Placement, PlacementRequest, place
 from pipeline.simulate import Prediction, simulate
 from tiers.layout import InitKind, LayerKind, LayerLayout, ModelLayout, Precision, TensorSpec, place_tensors
 
-COMPUTE = ComputeShape(hidden_size=4096, intermediate_size=11008, query_size=4096, kv_size=1024, vocab_size=32768)
+COMPUTE = ComputeShape(
+    hidden_size=4096, intermediate_size=11008, query_size=4096, kv_size=1024, head_size=128, vocab_size=32768
+)
 STEP = StepShape(sequence_length=1024, sequences=16, micro_batch=4)
 DECODER = 200_000_000
 MACHINE = Hardware(

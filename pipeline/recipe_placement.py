@@ -1,0 +1,125 @@
+"""From a recipe to the placement of its model: what `tasks.train` does before it allocates and `tasks.plan` reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.errors import PipelineError, UnsupportedModelError
+from pipeline.families import ModelSpec, load_model_spec, model_layout
+from pipeline.footprint import GIB, ComputeShape, ProcessShape, StepShape
+from pipeline.hardware import Hardware
+from pipeline.placement import MemoryBudget, PlacementRequest, ram_for_state
+from pipeline.recipe import Recipe
+from tiers.host_memory import available_host_bytes
+
+DEVICE_RESERVE = 0.02
+"""Share of free device memory left alone: the allocator's pools never fill to the last block."""
+
+CPU_DEVICE_SHARE = 0.25
+"""Where the CPU stands in for the device, share of host memory that its slots and activations may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """What a run may take of a machine."""
+
+    cuda: bool
+    host_bytes: int
+    """min(MemAvailable, cgroup headroom), or a described machine's memory."""
+    gpu_bytes: int
+    nvme_bytes: int
+    """Free bytes behind `[memory] nvme_dir`; 0 where the recipe names none."""
+    cores: int
+
+    @classmethod
+    def of_this_machine(cls, recipe: Recipe) -> MachineMemory:
+        """Ask this machine.
+
+        Raises:
+            PipelineError: The recipe wants a GPU and none answers.
+        """
+        device = recipe.train.device
+        cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+        host_bytes = available_host_bytes()
+        gpu_bytes = _free_gpu_bytes() if cuda else int(host_bytes * CPU_DEVICE_SHARE)
+        nvme_dir = recipe.memory.nvme_dir
+        nvme_bytes = shutil.disk_usage(nvme_dir).free if nvme_dir is not None and nvme_dir.is_dir() else 0
+        return cls(cuda, host_bytes, gpu_bytes, nvme_bytes, os.cpu_count() or 1)
+
+    @classmethod
+    def of_hardware(cls, hardware: Hardware, recipe: Recipe) -> MachineMemory:
+        """A described machine, whose drives count where the recipe names a directory for them."""
+        cuda = recipe.train.device != "cpu"
+        gpu_bytes = hardware.device.memory_bytes if cuda else int(hardware.host.memory_bytes * CPU_DEVICE_SHARE)
+        drive = hardware.nvme if recipe.memory.nvme_dir is not None else None
+        nvme_bytes = int(drive.capacity_gb * 1e9) if drive is not None else 0
+        return cls(cuda, hardware.host.memory_bytes, gpu_bytes, nvme_bytes, hardware.host.cores)
+
+
+def _free_gpu_bytes() -> int:
+    """Free memory of the first visible GPU, asked in a child process: a CUDA context would stay in this one."""
+    question = "import torch; print(torch.cuda.mem_get_info()[0])"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        reason = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PipelineError(f'train.device = "cuda": no GPU answers ({reason}); set train.device = "cpu"')
+    return int(answer.stdout)
+
+
+def spec_of(recipe: Recipe) -> ModelSpec:
+    """The model that a recipe names, vetted.
+
+    Raises:
+        UnsupportedModelError: Its configuration cannot be read or asks for what is not supported.
+    """
+    model = recipe.model
+    if isinstance(model.config, Path):
+        try:
+            config = json.loads(model.config.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UnsupportedModelError(f"model.config: {model.config} cannot be read as JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise UnsupportedModelError(f"model.config: {model.config} holds no table of fields")
+        return load_model_spec(config, recipe.precision.precision)
+    source = model.source if model.config is None else dict(model.config)
+    assert source is not None
+    return load_model_spec(source, recipe.precision.precision)
+
+
+def request_of(recipe: Recipe, spec: ModelSpec, *, cuda: bool, optimizer_actors: int) -> PlacementRequest:
+    """What the placement of a recipe depends on, the budget left out."""
+    train = recipe.train
+    return PlacementRequest(
+        model=model_layout(spec),
+        compute=ComputeShape.of_config(spec.config.to_dict()),
+        step=StepShape(train.sequence_length, train.sequences_per_step, train.micro_batch),
+        clip=recipe.optimizer.max_grad_norm > 0,
+        processes=ProcessShape(optimizer_actors, cuda, compiled=train.compile and cuda),
+        decoder_slots=recipe.memory.decoder_slots,
+        gradient_type=recipe.precision.gradient_type,
+    )
+
+
+def budget_of(recipe: Recipe, machine: MachineMemory, processes: ProcessShape) -> MemoryBudget:
+    """The smaller of what the recipe allows and what the machine has."""
+    memory = recipe.memory
+    ram_bytes = ram_for_state(machine.host_bytes, processes)
+    if not machine.cuda:
+        ram_bytes = max(0, ram_bytes - machine.gpu_bytes)
+    return MemoryBudget(
+        ram_bytes=_at_most(memory.ram_gib, ram_bytes),
+        gpu_bytes=_at_most(memory.gpu_gib, int(machine.gpu_bytes * (1 - DEVICE_RESERVE))),
+        nvme_bytes=_at_most(memory.nvme_gib, machine.nvme_bytes),
+    )
+
+
+def _at_most(gibibytes: float | None, available_bytes: int) -> int:
+    return available_bytes if gibibytes is None else min(int(gibibytes * GIB), available_bytes)
