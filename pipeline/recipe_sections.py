@@ -146,7 +146,8 @@ class TrainSection(Section):
     """`[train]`: how much is computed."""
 
     steps: Count
-    """Applied optimizer steps of the whole run. The end of the data starts its next epoch: no step is short."""
+    """Optimizer steps of the whole run, skipped ones included. The end of the data starts its next epoch: no step is
+    short."""
     sequence_length: Annotated[int, Ge(2)]
     """Tokens a sequence."""
     sequences_per_step: Count
