@@ -288,6 +288,24 @@ def test_one_compiled_layer_serves_both_slots_and_every_set_of_documents() -> No
     assert len(graphs) == 2, "one graph without gradients and one with"
 
 
+def test_gradients_of_micro_batches_add_up_in_fp32() -> None:
+    spec = spec_of("llama")
+    ours = LayerByLayer(spec, transformers_model(spec).state_dict())
+    layer = ours.layout.layers[1]
+    positions = torch.arange(24)[None]
+    context = build_attention_context(
+        positions, ours.rotary(positions, torch.bfloat16), ours.family.windows, single_document=True
+    )
+    template = LayerTemplate(ours.family, 1, layer, ours.weights[1].bfloat16())
+    x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(5)).bfloat16()
+    once, often = torch.zeros(layer.numel), torch.zeros(layer.numel)
+    template.backward(x, context, x, template.accumulator_views(once))
+    for _ in range(32):
+        template.backward(x, context, x, template.accumulator_views(often))
+    # A sum kept in bf16 would be off by its 8 bits, 4e-3.
+    torch.testing.assert_close(often, once * 32, rtol=1e-5, atol=1e-6)
+
+
 def test_a_parameter_without_gradient_leaves_the_others_in_their_places() -> None:
     spec = spec_of("qwen2")
     ours = LayerByLayer(spec, transformers_model(spec).state_dict())
