@@ -57,6 +57,29 @@ def preflight(directory: Path, required_bytes: int = 0) -> DirectMode:
     return DirectMode.BUFFERED
 
 
+def read_mode(file: Path) -> DirectMode:
+    """How to read files beside an existing `file`: found with a real read, for places that may be read-only.
+
+    Raises:
+        ShardError: The file cannot be read at all.
+    """
+    for mode in DirectMode:
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | mode.flag)
+            try:
+                with mmap.mmap(-1, PAGE_BYTES) as page:
+                    os.preadv(descriptor, [page], 0)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if mode is DirectMode.DIRECT and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                logger.warning("%s refuses O_DIRECT: it is read through the page cache", file.parent)
+                continue
+            raise fault("test read", file, error, 0, PAGE_BYTES) from error
+        break
+    return mode
+
+
 def check_free_bytes(directory: Path, required_bytes: int) -> None:
     """Raise ShardError where `directory` has less than `required_bytes` free for this user."""
     free_bytes = shutil.disk_usage(directory).free

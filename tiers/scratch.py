@@ -1,0 +1,91 @@
+"""The directory of a run's NVMe files: one run at a time, stable names, cleaned at its end and after a dead one."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from tiers.durable_files import FILE_MODE, make_directory
+from tiers.errors import ShardError
+from tiers.layout import Buffer, TierPlan, buffer_types, state_buffers, stored_buffers
+from tiers.shards import ShardGeometry
+
+SCRATCH_NAME = "megatrain-scratch"
+"""Everything of ours under the user's NVMe directory, which may hold other things, is under this name."""
+LOCK_NAME = "megatrain-scratch.lock"
+
+logger = logging.getLogger(__name__)
+
+
+def nvme_buffers(plan: TierPlan, layer: int) -> tuple[Buffer, ...]:
+    """Buffers of a layer that live on NVMe between uses."""
+    home, precision = plan.homes[layer], plan.model.precision
+    if home.state_slot is None:
+        return ()
+    return state_buffers(precision) if home.weight_slot is None else stored_buffers(precision)
+
+
+def scratch_bytes(plan: TierPlan) -> int:
+    """Disk space of all NVMe working files of a run."""
+    types = buffer_types(plan.model.precision)
+    return sum(
+        ShardGeometry.of(layer.numel, types[buffer]).file_bytes
+        for layer in plan.model.layers
+        for buffer in nvme_buffers(plan, layer.index)
+    )
+
+
+class Scratch:
+    """Holds `nvme_dir` for this run, from construction to `close` or the death of the process.
+
+    Its content is of this run only: checkpoints are what outlives a run.
+    """
+
+    def __init__(self, nvme_dir: Path) -> None:
+        """Take the lock and remove what a dead run left.
+
+        Raises:
+            ShardError: The directory is missing or not writable, or another run holds it.
+        """
+        self.path = nvme_dir / SCRATCH_NAME
+        try:
+            self._lock: int | None = os.open(nvme_dir / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
+        except OSError as error:
+            raise ShardError(
+                f"cannot lock the NVMe directory {nvme_dir}: {error}; create it or name another"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.path.exists():
+                logger.info("removing the scratch of a run that died: %s", self.path)
+                shutil.rmtree(self.path)
+            make_directory(self.path)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            self._release()
+            raise ShardError(
+                f"the NVMe directory {nvme_dir} is in use by the run of process {holder}; "
+                "end that run, or give this one another memory.nvme_dir"
+            ) from None
+        except OSError as error:
+            self._release()
+            raise ShardError(f"cannot prepare {self.path}: {error}") from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def close(self) -> None:
+        """Remove the scratch and let the next run have the directory. May be called twice.
+
+        The lock file stays: removing it would let two runs lock different files of the same name.
+        """
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
