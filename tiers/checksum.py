@@ -23,8 +23,7 @@ _ONE = 1 << 31
 
 def crc32c(data: ByteArray | bytes, initial: int = 0) -> int:
     """Checksum of `data`, continued from the checksum `initial` of what came before it."""
-    # A bytes copy only for what is read-only already: the extension refuses memoryviews of writable memory but takes
-    # NumPy arrays as they are.
+    # The extension refuses a memoryview of writable memory but takes the NumPy array itself, without a copy.
     return int(google_crc32c.extend(initial, data))
 
 

@@ -7,7 +7,7 @@ between disk and arena without a copy; what that rounds up is zeros at the end o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,11 +155,11 @@ def shard_path(layer: LayerLayout, buffer: Buffer) -> str:
     return f"{layer.name}/{buffer}/c/0"
 
 
-def store_bytes(model: ModelLayout, layers: Iterable[LayerLayout] | None = None) -> int:
-    """Bytes of the shards of a whole checkpoint, or of the given layers."""
+def store_bytes(model: ModelLayout) -> int:
+    """Bytes of the shards of a whole checkpoint."""
     types = buffer_types(model.precision)
     return sum(
         ShardGeometry.of(layer.numel, types[buffer]).file_bytes
-        for layer in (model.layers if layers is None else layers)
+        for layer in model.layers
         for buffer in stored_buffers(model.precision)
     )
