@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _RETRY_S = 1.0
 _RETRIES = 30
 _INTERRUPTED = 130
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,8 +71,8 @@ def submit(state: HeadState, command: Sequence[str], directory: Path) -> Submitt
 
     Args:
         state: A live head.
-        command: Program and arguments. A leading `python` means this interpreter. Recipes (`*.toml`) that exist here
-            are named by their absolute path, because paths inside them are relative to where they lie.
+        command: Program and arguments. A leading `python` means this interpreter. Recipes (`*.toml`) that exist in
+            `directory` are named by their absolute path, because paths inside them are relative to where they lie.
         directory: Becomes the job's working directory, as a copy.
 
     Raises:
@@ -91,7 +92,7 @@ def submit(state: HeadState, command: Sequence[str], directory: Path) -> Submitt
     try:
         client = JobSubmissionClient(state.dashboard_url)
         submission_id = client.submit_job(
-            entrypoint=shlex.join(absolute(command, Path.cwd())),
+            entrypoint=shlex.join(absolute(command, directory.resolve())),
             runtime_env={"working_dir": str(directory.resolve()), "excludes": working_dir.excludes(directory)},
         )
     except (ConnectionError, RuntimeError) as error:
@@ -114,7 +115,13 @@ def follow(job: SubmittedJob) -> int:
     Raises:
         ClusterError: The head no longer answers.
     """
-    return asyncio.run(_follow(job))
+    # The event loop leaves the default handlers behind.
+    handlers = {signum: signal.getsignal(signum) for signum in _STOPPING}
+    try:
+        return asyncio.run(_follow(job))
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 async def _follow(job: SubmittedJob) -> int:
@@ -129,7 +136,7 @@ async def _follow(job: SubmittedJob) -> int:
         print("stopping the job; once more to leave it to itself", file=sys.stderr, flush=True)
         stopping.append(loop.run_in_executor(None, job.client.stop_job, job.submission_id))
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in _STOPPING:
         loop.add_signal_handler(signum, interrupt)
     try:
         await followed

@@ -1,0 +1,36 @@
+# Needs python3 (3.11 or later) with venv, and make. Everything else is installed into .venv here.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: setup demo test lint clean distclean
+
+setup: $(INSTALLED)
+
+# Only the dependencies: the folders of this checkout are run from here, never installed.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print("\n".join(p["dependencies"] + p["optional-dependencies"]["dev"]))' > .venv/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
+	touch $@
+
+# Trains a small model as a Ray job in a few minutes. KEEP=1 leaves the Ray head and its dashboard up.
+demo: $(INSTALLED)
+	$(BIN)/python -m tasks.demo $(if $(filter-out 0,$(KEEP)),--keep)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,192 @@
+"""The way of a user in a few minutes: a head comes up, a job trains and exports a small model, the head goes down.
+
+    python -m tasks.demo [--keep] [--dir DIR] [--set section.key=value ...]
+
+Everything lies under one new directory, the head's state too: a head of the user's own is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.errors import ClusterError
+from cluster.lifecycle import HeadSettings, start, stop
+from cluster.state import HeadState, StateDirectory
+from cluster.submit import follow, submit
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECIPE = "tasks/recipes/demo.toml"
+
+_NO_SOURCES = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "encodings"}
+)
+"""Folders of the standard library that are not it, are not typical of it, or are tables."""
+
+_HELD_OUT_EVERY = 20
+_PROMPT = "def main("
+_SAMPLE_TOKENS = 160
+
+
+class DemoError(RuntimeError):
+    """A stage of the demo failed; its own message stands above."""
+
+
+@dataclass(frozen=True)
+class DemoPaths:
+    """Where a demo keeps what."""
+
+    root: Path
+
+    @property
+    def data(self) -> Path:
+        """Texts to train on, and those held out."""
+        return self.root / "data"
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self.root / "run"
+
+    @property
+    def model(self) -> Path:
+        """The exported model."""
+        return self.root / "model"
+
+    @property
+    def state(self) -> StateDirectory:
+        """Of the demo's own head."""
+        return StateDirectory(self.root / "state")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; returns 0 when a model was trained and exported."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.demo", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--keep", action="store_true", help="leave the head and its dashboard up at the end")
+    parser.add_argument("--dir", type=Path, help="a new directory for all of it (runs/demo-DATE)")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="change the recipe")
+    options = parser.parse_args(arguments)
+    root: Path = options.dir or REPOSITORY / "runs" / time.strftime("demo-%Y%m%d-%H%M%S")
+    paths = DemoPaths(root.absolute())
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _leave)
+    try:
+        paths.root.mkdir(parents=True)
+    except FileExistsError:
+        print(f"refused: {paths.root} exists; name a new directory", file=sys.stderr)
+        return 2
+    try:
+        return _demo(paths, options.set, keep=options.keep)
+    except (ClusterError, DemoError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        if not options.keep:
+            # Whoever presses Ctrl+C twice still wants the head to be gone.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            stop(paths.state, say=_say)
+            shutil.rmtree(paths.state.path, ignore_errors=True)
+
+
+def _demo(paths: DemoPaths, changes: Sequence[str], *, keep: bool) -> int:
+    started = time.monotonic()
+    files = copy_standard_library(paths.data)
+    _say(
+        f"data         {files} files of Python's standard library, every {_HELD_OUT_EVERY}th held out, in {paths.data}"
+    )
+    head = start(paths.state, HeadSettings(), _say)
+    _say(f"dashboard    {head.dashboard_url} (token in {head.token_path})")
+    settings = {
+        "run.dir": paths.run,
+        "data.path": paths.data / "train",
+        "data.eval_path": paths.data / "held-out",
+    }
+    sets = [f"{key}={json.dumps(str(value))}" for key, value in settings.items()] + list(changes)
+    _job(head, ["python", "-m", "tasks.train", RECIPE, *(part for change in sets for part in ("--set", change))])
+    _job(head, ["python", "-m", "tasks.export_hf", str(paths.run), str(paths.model)])
+    first, last = held_out_losses(paths.run)
+    sample = continuation(paths.model, _PROMPT)
+    print(
+        f"\nlearnt       held-out loss {first:.2f} -> {last:.2f} nats a byte in {time.monotonic() - started:.0f} s\n"
+        f"writes       {sample!r}\n"
+        f"run          {paths.run}\n"
+        f"model        {paths.model} (Hugging Face format)\n"
+        f"look at it   {Path(sys.executable)} -m tasks.inspect {paths.run}\n"
+        "your own     python -m cluster.head up\n"
+        f"             python -m cluster.submit -- python -m tasks.train {RECIPE} \\\n"
+        "                 --set data.path=DIRECTORY_OF_TEXTS --set data.eval_path=ANOTHER"
+    )
+    if keep:
+        stop_command = f"MEGATRAIN_STATE={paths.state.path} {Path(sys.executable)} -m cluster.head down"
+        print(f"dashboard    {head.dashboard_url} stays up; stop it with\n             {stop_command}")
+    return 0
+
+
+def copy_standard_library(data: Path) -> int:
+    """Copy this Python's standard library as texts to `data`/train and `data`/held-out; returns the number of files."""
+    files = sorted(_sources(Path(sysconfig.get_path("stdlib"))))
+    for number, (name, path) in enumerate(files):
+        kind = "held-out" if number % _HELD_OUT_EVERY == 0 else "train"
+        target = data / kind / f"{name}.txt"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    return len(files)
+
+
+def held_out_losses(run: Path) -> tuple[float, float]:
+    """First and last held-out loss of a run, nats a token."""
+    rows = [json.loads(row) for row in (run / "evaluation.jsonl").read_text().splitlines()]
+    return rows[0]["loss"], rows[-1]["loss"]
+
+
+def continuation(model: Path, prompt: str) -> str:
+    """What the exported byte-level model writes after `prompt`, the likeliest byte each time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    ids = torch.tensor([list(prompt.encode())])
+    written = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=_SAMPLE_TOKENS, do_sample=False)
+    return bytes(token for token in written[0].tolist() if token < 256).decode(errors="replace")
+
+
+def _sources(library: Path) -> Iterator[tuple[str, Path]]:
+    """Dotted module name and path of each source file."""
+    for folder, folders, names in os.walk(library):
+        folders[:] = [name for name in folders if name not in _NO_SOURCES]
+        for name in names:
+            path = Path(folder) / name
+            if path.suffix == ".py":
+                yield ".".join(path.relative_to(library).with_suffix("").parts), path
+
+
+def _job(head: HeadState, command: Sequence[str]) -> None:
+    """Run a command as a job from the checkout, to its end."""
+    job = submit(head, command, REPOSITORY)
+    _say(f"job          {job.submission_id}: {' '.join(command[:4])}")
+    status = follow(job)
+    if status:
+        raise DemoError(f"`{' '.join(command[:3])}` ended with status {status}")
+
+
+def _leave(signum: int, _frame: object) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""A head comes up beside another, takes jobs from those who have its token, and goes without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.processes import end, processes_of
+from cluster.state import HeadState, StateDirectory
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.ray
+
+
+class Machine:
+    """Runs commands of a user whose head lives in `state` and whose jobs take `work` along."""
+
+    def __init__(self, root: Path) -> None:
+        self.state = root / "state"
+        self.work = root / "work"
+        self.work.mkdir(parents=True)
+        self.environ = os.environ | {"MEGATRAIN_STATE": str(self.state), "PYTHONPATH": str(REPOSITORY)}
+        self.environ |= {"RAY_AUTH_TOKEN": "another cluster's", "http_proxy": "http://127.0.0.1:9"}
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.run(
+            command, env=self.environ, cwd=self.work, capture_output=True, text=True, timeout=200, check=False
+        )
+
+    def head(self) -> HeadState:
+        state = StateDirectory(self.state).load()
+        assert state is not None
+        return state
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    machine = Machine(tmp_path_factory.mktemp("user"))
+    try:
+        up = machine.run("cluster.head", "up", "--num-cpus", "1")
+        assert up.returncode == 0, up.stderr
+        assert machine.head().token() not in up.stdout + up.stderr
+        yield machine
+    finally:
+        down = machine.run("cluster.head", "down", "--job-grace-s", "5")
+        assert down.returncode == 0, down.stderr
+
+
+def test_a_second_up_is_refused_and_changes_nothing(machine: Machine) -> None:
+    before = machine.head()
+    refused = machine.run("cluster.head", "up")
+    assert refused.returncode == 2
+    assert before.address in refused.stderr
+    assert machine.head() == before
+
+
+def test_the_dashboard_answers_only_those_who_have_the_token(machine: Machine) -> None:
+    head = machine.head()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        opener.open(f"{head.dashboard_url}/api/jobs/")
+    refusal.value.close()
+    assert refusal.value.code == 401
+    status = machine.run("cluster.head", "status", "--json")
+    assert json.loads(status.stdout)["resources"]["CPU"] == 1.0
+
+
+def test_a_job_runs_this_interpreter_with_its_directory_and_its_exit_status_comes_back(machine: Machine) -> None:
+    (machine.work / "beside.py").write_text("WORD = 'taken along'\n")
+    (machine.work / "job.py").write_text(
+        "import os, sys, beside\nprint(sys.executable, beside.WORD, os.nice(0))\nsys.exit(7)\n"
+    )
+    submitted = machine.run("cluster.submit", "--", "python", "job.py")
+    assert f"{sys.executable} taken along {os.nice(0)}" in submitted.stdout
+    assert submitted.returncode == 7
+
+
+def test_plain_ray_job_submit_works_with_the_printed_environment(machine: Machine) -> None:
+    (machine.work / "job.py").write_text("import sys\nprint('ran', sys.executable)\n")
+    ray = Path(sys.executable).parent / "ray"
+    script = f'eval "$("$0" -m cluster.head env)" && "{ray}" job submit --working-dir . -- python job.py'
+    submitted = subprocess.run(
+        ["bash", "-c", script, sys.executable],
+        env=machine.environ,
+        cwd=machine.work,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    assert f"ran {sys.executable}" in submitted.stdout
+
+
+def test_an_interrupt_stops_the_job_politely(machine: Machine) -> None:
+    (machine.work / "job.py").write_text(
+        "import signal, sys\n"
+        "def stop(*_):\n    print('saved', flush=True)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\nprint('started', flush=True)\nsignal.pause()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "cluster.submit", "--", "python", "job.py"],
+        env=machine.environ,
+        cwd=machine.work,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as submitted:
+        assert submitted.stdout is not None
+        for line in submitted.stdout:
+            if line == "started\n":
+                break
+        submitted.send_signal(signal.SIGINT)
+        assert "saved" in submitted.stdout.read()
+        assert submitted.wait(60) != 0
+
+
+def test_goes_without_a_trace_and_leaves_its_neighbour_alone(machine: Machine, tmp_path: Path) -> None:
+    second = Machine(tmp_path)
+    up = second.run("cluster.head", "up", "--json")
+    assert up.returncode == 0, up.stderr
+    head, neighbour = second.head(), machine.head()
+    assert json.loads(up.stdout)["dashboard_url"] != neighbour.dashboard_url
+    down = second.run("cluster.head", "down")
+    assert down.returncode == 0, down.stderr
+    assert processes_of(head.marker, head.processes) == frozenset()
+    assert not head.temp_dir.exists() and not head.token_path.exists()
+    assert StateDirectory(second.state).load() is None
+    assert machine.run("cluster.head", "status").returncode == 0
+    assert second.run("cluster.head", "status").returncode == 3
+    assert second.run("cluster.submit", "--", "python", "x.py").returncode == 2
+
+
+def test_what_a_killed_head_left_is_cleared_by_the_next_up(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    try:
+        assert machine.run("cluster.head", "up").returncode == 0
+        dead = machine.head()
+        for process in processes_of(dead.marker, dead.processes):
+            process.send(signal.SIGKILL)
+        assert end(dead.marker, dead.processes, grace_s=5.0) == frozenset()
+        assert machine.run("cluster.head", "status").returncode == 3
+        again = machine.run("cluster.head", "up")
+        assert again.returncode == 0, again.stderr
+        assert "clearing what a dead head left" in again.stderr
+        assert not dead.temp_dir.exists() and machine.head().marker != dead.marker
+    finally:
+        machine.run("cluster.head", "down")

@@ -1,0 +1,82 @@
+"""What a head and its clients get in their environment, and what never stands in one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.environment import client_environment, head_environment, no_proxy, state_directory
+from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.state import HeadState, StateDirectory
+
+TOKEN = Path("/state/token")
+
+
+def test_a_head_forgets_other_clusters_and_keeps_the_rest() -> None:
+    theirs = {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_AUTH_TOKEN": "x", "RAY_TMPDIR": "/t", "LANG": "C", "PATH": "/bin"}
+    got = head_environment(theirs, marker="m", token_path=TOKEN)
+    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR"} & got.keys()
+    assert got["LANG"] == "C"
+    assert got["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/bin"
+
+
+def test_authentication_is_set_on_both_sides_through_a_file() -> None:
+    head = head_environment({}, marker="m", token_path=TOKEN)
+    client = client_environment({}, address="127.0.0.1:1", dashboard_url="http://127.0.0.1:2", token_path=TOKEN)
+    for side in (head, client):
+        assert side["RAY_AUTH_MODE"] == "token" and side["RAY_AUTH_TOKEN_PATH"] == str(TOKEN)
+        assert "RAY_AUTH_TOKEN" not in side
+
+
+def test_the_memory_monitor_is_off_and_workers_are_not_niced() -> None:
+    head = head_environment({}, marker="m", token_path=TOKEN)
+    assert head["RAY_memory_monitor_refresh_ms"] == "0" and head["RAY_worker_niceness"] == "0"
+    assert int(head["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"no_proxy": "intern"}, "intern,127.0.0.1,localhost"),
+        ({"NO_PROXY": "localhost"}, "localhost,127.0.0.1"),
+    ],
+)
+def test_the_loopback_is_exempt_from_proxies(before: dict[str, str], after: str) -> None:
+    assert no_proxy(before) == {"no_proxy": after, "NO_PROXY": after}
+
+
+def test_the_state_directory_follows_its_variables(tmp_path: Path) -> None:
+    assert state_directory({"MEGATRAIN_STATE": str(tmp_path)}) == tmp_path
+    assert state_directory({"XDG_STATE_HOME": "/xdg"}) == Path("/xdg/megatrain")
+    assert state_directory({}) == Path.home() / ".local" / "state" / "megatrain"
+
+
+def test_state_and_token_are_private_and_come_back_equal(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path / "state")
+    state = HeadState("m", "127.0.0.1:1", "http://127.0.0.1:2", tmp_path, directory.token_path)
+    with directory.locked():
+        directory.write_token()
+        directory.save(state)
+        with pytest.raises(ClusterRefusedError, match="another"), directory.locked():
+            pass
+    assert directory.load() == state
+    assert len(state.token()) == 64
+    assert {
+        path.stat().st_mode & 0o077 for path in (directory.path, directory.path / "head.json", state.token_path)
+    } == {0}
+    first = state.token()
+    directory.write_token()
+    assert state.token() != first
+    directory.clear()
+    assert directory.load() is None and not state.token_path.exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 2}', "[1]"])
+def test_a_state_file_that_is_none_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "head.json").write_text(content)
+    with pytest.raises(ClusterError, match=r"head\.json is not the state of a head"):
+        StateDirectory(tmp_path).load()
