@@ -27,6 +27,8 @@ from cluster.submit import follow, submit
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPE = "tasks/recipes/demo.toml"
 
+_PYTHON = Path(sys.executable)
+
 _NO_SOURCES = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "encodings"}
 )
@@ -85,21 +87,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"refused: {paths.root} exists; name a new directory", file=sys.stderr)
         return 2
     try:
-        return _demo(paths, options.set, keep=options.keep)
+        return _demo(paths, options.set)
     except (ClusterError, DemoError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        if not options.keep:
+        if options.keep:
+            print(
+                f"the head stays up; stop it with\n  MEGATRAIN_STATE={paths.state.path} {_PYTHON} -m cluster.head down"
+            )
+        else:
             # Whoever presses Ctrl+C twice still wants the head to be gone.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             stop(paths.state, say=_say)
             shutil.rmtree(paths.state.path, ignore_errors=True)
 
 
-def _demo(paths: DemoPaths, changes: Sequence[str], *, keep: bool) -> int:
+def _demo(paths: DemoPaths, changes: Sequence[str]) -> int:
     started = time.monotonic()
     files = copy_standard_library(paths.data)
     _say(
@@ -122,14 +128,11 @@ def _demo(paths: DemoPaths, changes: Sequence[str], *, keep: bool) -> int:
         f"writes       {sample!r}\n"
         f"run          {paths.run}\n"
         f"model        {paths.model} (Hugging Face format)\n"
-        f"look at it   {Path(sys.executable)} -m tasks.inspect {paths.run}\n"
-        "your own     python -m cluster.head up\n"
-        f"             python -m cluster.submit -- python -m tasks.train {RECIPE} \\\n"
+        f"look at it   {_PYTHON} -m tasks.inspect {paths.run}\n"
+        f"your own     {_PYTHON} -m cluster.head up\n"
+        f"             {_PYTHON} -m cluster.submit -- python -m tasks.train {RECIPE} \\\n"
         "                 --set data.path=DIRECTORY_OF_TEXTS --set data.eval_path=ANOTHER"
     )
-    if keep:
-        stop_command = f"MEGATRAIN_STATE={paths.state.path} {Path(sys.executable)} -m cluster.head down"
-        print(f"dashboard    {head.dashboard_url} stays up; stop it with\n             {stop_command}")
     return 0
 
 
