@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 
 from pipeline.crew import Crew
-from pipeline.messages import Batch, LaneSpan, LossSum, StepControl, StepResult
+from pipeline.messages import Batch, LossSum, StepControl, StepResult
 from pipeline.schedule import Key, Op, Operation, SchedulePlan, build_evaluation, build_snapshot, build_step
 from tiers.shards import FileRecord
 
@@ -43,7 +43,9 @@ class Coordinator:
         self._step_operations = {checkpoint: build_step(plan, checkpoint=checkpoint) for checkpoint in (False, True)}
         self._evaluation_operations = build_evaluation(plan)
         self._last: dict[Key, list[Ref]] = {}
-        self._control: Ref = ray.put(StepControl(applied=True, applied_steps=applied_steps, lr=0.0, clip_coefficient=1.0))
+        self._control: Ref = ray.put(
+            StepControl(applied=True, applied_steps=applied_steps, lr=0.0, clip_coefficient=1.0)
+        )
         self._passes = 0
 
     def submit(self, step: int, batch: Batch, checkpoint: Path | None = None) -> SubmittedStep:
@@ -71,8 +73,7 @@ class Coordinator:
             RayTaskError: An operation failed; its cause is the error of the actor.
             ActorDiedError: An actor died.
         """
-        result: StepResult = ray.get(submitted.result)
-        return result
+        return cast("StepResult", ray.get(submitted.result))
 
     def drain(self) -> None:
         """Wait until nothing is in flight: every update and snapshot of the last step is done."""
@@ -89,7 +90,7 @@ class Coordinator:
             for operation in self._evaluation_operations:
                 after = [ref for needed in operation.after for ref in refs[needed]]
                 refs[operation.key] = self._call(self._passes, operation, after, batch, None, None)
-            part: LossSum = ray.get(refs[Key(Op.EVALUATE)][0])
+            part = cast("LossSum", ray.get(refs[Key(Op.EVALUATE)][0]))
             total += part.loss_sum
             tokens += part.supervised_tokens
         return LossSum(total, tokens)
@@ -97,16 +98,8 @@ class Coordinator:
     def snapshot(self, directory: Path) -> tuple[FileRecord, ...]:
         """Write every layer's state to `directory` between steps; waits for everything in flight first."""
         self.drain()
-        refs = [
-            self._call(0, operation, [], None, directory, None)[0] for operation in build_snapshot(self._plan)
-        ]
+        refs = [self._call(0, operation, [], None, directory, None)[0] for operation in build_snapshot(self._plan)]
         return tuple(record for records in ray.get(refs) for record in records)
-
-    def spans(self, submitted: SubmittedStep) -> list[LaneSpan]:
-        """What each lane did in a step that is over: waits for its updates."""
-        updates = [ref for key, refs in submitted.refs.items() if key.op is Op.UPDATE for ref in refs]
-        spans: list[LaneSpan] = ray.get(updates)
-        return spans
 
     def _call(
         self,

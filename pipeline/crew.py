@@ -15,12 +15,13 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from pipeline.compute import ComputeActor, ComputeSettings
 from pipeline.families import ModelSpec
 from pipeline.optimizer_pool import OptimizerActor, OptimizerSettings
-from tiers.layout import TierPlan
+from tiers.host_memory import require_host_memory
+from tiers.layout import ArenaMap, TierPlan
 from tiers.parameter_tier import ParameterTierActor
 from tiers.prefetcher import PrefetcherActor
 
@@ -31,6 +32,9 @@ Handle = Any
 
 START_TIMEOUT_S = 600.0
 """Populating and registering 100 GiB takes 35 s on the measured machine; a process start under load takes some more."""
+
+CLOSE_TIMEOUT_S = 30.0
+"""For removing NVMe working files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,10 @@ class Crew:
             HostMemoryError: The arena does not fit; nothing was allocated.
             RayTaskError: An actor could not start; its cause says why.
         """
-        progress(f"allocating host memory for {plan.model.num_parameters / 1e9:.3f} G parameters")
+        num_bytes = ArenaMap.of(plan).total_bytes
+        # Asked here and not left to the actor: Ray reports a constructor's failure as text only.
+        require_host_memory(num_bytes, settings.limit_bytes)
+        progress(f"allocating {num_bytes / 2**30:.2f} GiB of host memory")
         tier = _actor(ParameterTierActor, "parameter-tier", namespace, threads=1).remote(
             plan, limit_bytes=settings.limit_bytes
         )
@@ -79,7 +86,7 @@ class Crew:
         try:
             handle = ray.get(tier.handle.remote(), timeout=START_TIMEOUT_S)
             prefetcher = _actor(PrefetcherActor, "prefetcher", namespace, threads=1).remote(
-                handle, settings.nvme_dir, settings.io_threads
+                handle, nvme_dir=settings.nvme_dir, threads=settings.io_threads
             )
             started.append(prefetcher)
             optimizers = [
@@ -94,7 +101,7 @@ class Crew:
             ).remote(spec, handle, compute)
             started.append(worker)
             progress("starting the prefetcher, optimizers and compute")
-            ray.get([actor.ready.remote() for actor in started[1:]], timeout=START_TIMEOUT_S)
+            ray.get([actor.__ray_ready__.remote() for actor in started], timeout=START_TIMEOUT_S)
         except BaseException:
             _end(started)
             raise
@@ -108,12 +115,13 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        for closing in (self.prefetcher,):
-            try:
-                ray.get(closing.close.remote(), timeout=30)
-            except RayActorError:
-                logger.warning("the prefetcher was gone before its scratch could be cleaned; the next start cleans it")
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            ray.get(self.prefetcher.close.remote(), timeout=CLOSE_TIMEOUT_S)
+        except (RayActorError, GetTimeoutError):
+            logger.warning("the prefetcher did not answer; its NVMe working files are removed at the next start")
         _end(list(self.actors().values()))
 
 

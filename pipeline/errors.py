@@ -20,3 +20,7 @@ class TokenIdError(PipelineError, ValueError):
 
 class DeviceMemoryError(PipelineError):
     """The device has no memory left for an operation."""
+
+
+class NonFiniteError(PipelineError):
+    """Losses or gradients stopped being finite and the run cannot go on."""

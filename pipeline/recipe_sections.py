@@ -222,12 +222,12 @@ class MemorySection(Section):
     """Device memory to use, GiB. Default: what is free, less a reserve."""
     optimizer_actors: Count | None = None
     """Default: from the core count."""
-    threads_per_actor: Count = 1
-    """Threads of each optimizer actor. Default 1: one-thread processes were fastest (0.74 Gparam/s each, H200 host)."""
+    threads_per_actor: Count | None = None
+    """Threads of each optimizer actor. Default: from the core count, in at most four actors: fewer calls a step."""
     prefetch_threads: Count = 4
     """Threads that move bytes between NVMe and RAM."""
-    decoder_slots: Annotated[int, Ge(2)] = 2
-    """Device slots that decoder layers stream through. Default 2: double buffering."""
+    decoder_slots: Count = 2
+    """Device slots that decoder layers stream through. Default 2: double buffering; 1 saves a layer's bytes."""
 
     @model_validator(mode="after")
     def _budget_has_a_place(self) -> Self:

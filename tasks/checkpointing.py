@@ -1,0 +1,137 @@
+"""When a run is checkpointed, and how a checkpoint that is written while training goes on becomes complete."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from pipeline.coordinator import Coordinator
+from pipeline.messages import DataPosition
+from pipeline.recipe import Recipe, recipe_toml
+from tiers.checkpoint import CheckpointWriter, begin, prune
+from tiers.layout import ModelLayout
+from tiers.manifest import Facts, SavedPosition
+from tiers.shards import FileRecord
+
+LIBRARIES = ("torch", "transformers", "ray", "zarr", "numba", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: all that changes from step to step besides weights and moments."""
+
+    step: int = 0
+    """Steps attempted."""
+    applied_steps: int = 0
+    skipped_steps: int = 0
+    position: DataPosition = field(default_factory=DataPosition)
+    """Where the next step begins."""
+
+    @classmethod
+    def of(cls, facts: Facts) -> Progress:
+        """As a checkpoint has it."""
+        position = DataPosition(facts.data_position.epoch, facts.data_position.sequence)
+        return cls(facts.step, facts.applied_steps, facts.skipped_steps, position)
+
+    def after(self, step: int, position: DataPosition, *, applied: bool) -> Progress:
+        """Of the run after one more attempted step."""
+        assert step == self.step + 1
+        return Progress(step, self.applied_steps + applied, self.skipped_steps + (not applied), position)
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that snapshots are still filling."""
+
+    step: int
+    writer: CheckpointWriter
+    refs: list[Any]
+    progress: Progress | None = None
+    """Known once the step's result is."""
+
+
+class Checkpoints:
+    """The checkpoints of a run. One at a time is written; it is published once every layer of it is."""
+
+    def __init__(self, recipe: Recipe, model: ModelLayout, newest_step: int) -> None:
+        """Args: the recipe, the layout, and the step of the checkpoint that the run started from (0 for none)."""
+        self._recipe = recipe
+        self._model = model
+        self._newest_step = newest_step
+        self._pending: _Pending | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint belongs after this step."""
+        every = self._recipe.checkpoint.every_steps
+        return step == self._recipe.train.steps or bool(every and step % every == 0)
+
+    def begin(self, step: int) -> Path:
+        """Start the checkpoint of a step; an earlier one that is still being written is waited for.
+
+        Raises:
+            CheckpointError: The disk has no room for it.
+        """
+        self.collect(wait=True)
+        writer = begin(self._recipe.run.dir, step, self._model)
+        self._pending = _Pending(step, writer, [])
+        return writer.directory
+
+    def submitted(self, refs: list[Any]) -> None:
+        """Say which calls fill the checkpoint that was begun last."""
+        assert self._pending is not None
+        self._pending.refs = refs
+
+    def reached(self, progress: Progress) -> None:
+        """Say that a step is over, so that its checkpoint may state how far the run was."""
+        if self._pending is not None and self._pending.step == progress.step:
+            self._pending.progress = progress
+
+    def collect(self, *, wait: bool) -> Path | None:
+        """Publish the checkpoint at work if it is written, or wait until it is; return its path if it was published."""
+        pending = self._pending
+        if pending is None or pending.progress is None:
+            return None
+        ready, _ = ray.wait(pending.refs, num_returns=len(pending.refs), timeout=None if wait else 0)
+        if len(ready) < len(pending.refs):
+            return None
+        records = [record for layer in ray.get(pending.refs) for record in layer]
+        self._pending = None
+        return self._publish(pending.writer, records, pending.progress)
+
+    def write_now(self, coordinator: Coordinator, progress: Progress) -> Path | None:
+        """Write a checkpoint of the run as it is, unless the newest one is just that. Nothing may be in flight."""
+        self.collect(wait=True)
+        if progress.step == self._newest_step:
+            return None
+        writer = begin(self._recipe.run.dir, progress.step, self._model)
+        return self._publish(writer, coordinator.snapshot(writer.directory), progress)
+
+    def abandon(self) -> None:
+        """Forget and remove the checkpoint at work: the run has failed."""
+        if self._pending is not None:
+            self._pending.writer.discard()
+            self._pending = None
+
+    def _publish(
+        self, writer: CheckpointWriter, records: list[FileRecord] | tuple[FileRecord, ...], progress: Progress
+    ) -> Path:
+        facts = Facts(
+            step=progress.step,
+            applied_steps=progress.applied_steps,
+            skipped_steps=progress.skipped_steps,
+            data_position=SavedPosition(epoch=progress.position.epoch, sequence=progress.position.sequence),
+            seed=self._recipe.run.seed,
+            recipe=recipe_toml(self._recipe),
+            libraries={name: importlib.metadata.version(name) for name in LIBRARIES},
+            precision=self._model.precision,
+            num_parameters=self._model.num_parameters,
+        )
+        path = writer.publish(records, facts)
+        self._newest_step = progress.step
+        settings = self._recipe.checkpoint
+        prune(self._recipe.run.dir, keep_last=settings.keep_last, keep_every=settings.keep_every)
+        return path

@@ -1,0 +1,51 @@
+"""Gives every layer its first values, layers in parallel: random, from a Hugging Face directory or a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from pipeline.crew import Crew
+from pipeline.metrics import shown_duration
+from pipeline.recipe import Recipe
+from tiers.layout import ModelLayout
+
+SAY_EVERY_S = 5.0
+
+
+def fill(crew: Crew, model: ModelLayout, recipe: Recipe, checkpoint: Path | None, say: Callable[[str], None]) -> None:
+    """Fill the tier and tell how far it is.
+
+    Args:
+        crew: The actors; the Prefetcher does the work.
+        model: Its layers.
+        recipe: Says where a run without a checkpoint starts from.
+        checkpoint: To restore; None at the start of a run.
+        say: Shown a line every few seconds.
+
+    Raises:
+        RayTaskError: A layer could not be read; its cause says which file and why.
+    """
+    prefetcher, source = crew.prefetcher, recipe.model.source
+    if checkpoint is not None:
+        what = f"restoring {checkpoint.name}"
+        pending = [prefetcher.restore.remote(layer.index, checkpoint) for layer in model.layers]
+    elif source is not None:
+        what = f"importing {source}"
+        pending = [prefetcher.import_safetensors.remote(layer.index, source) for layer in model.layers]
+    else:
+        what = "drawing random weights"
+        pending = [prefetcher.initialise.remote(layer.index, recipe.run.seed) for layer in model.layers]
+    started_s = time.monotonic()
+    while pending:
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=SAY_EVERY_S)
+        ray.get(done)
+        if pending:
+            share = 1.0 - len(pending) / len(model.layers)
+            elapsed_s = time.monotonic() - started_s
+            left = shown_duration(elapsed_s / share - elapsed_s) if share else "unknown"
+            say(f"{what}: {share:.0%}, {left} left")
+    say(f"{what}: done in {time.monotonic() - started_s:.1f} s")

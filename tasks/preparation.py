@@ -1,0 +1,136 @@
+"""From a recipe to everything a run needs, with every refusal before anything is allocated or written.
+
+Cheap checks come first, reading the data last: a wrong key costs a second, not an hour of tokenising.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.compute_settings import ComputeSettings
+from pipeline.crew import CrewSettings, default_optimizer_actors
+from pipeline.families import ModelSpec
+from pipeline.footprint import GIB
+from pipeline.optimizer_pool import OptimizerSettings
+from pipeline.placement import Placement, place, preflight
+from pipeline.recipe import Recipe
+from pipeline.recipe_placement import MachineMemory, budget_of, request_of, spec_of
+from tasks.data.dataset import PackedDataset, open_dataset
+from tasks.data.settings import DataSettings
+from tiers.safetensors_source import SafetensorsSource
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A vetted recipe: what the actors are started with."""
+
+    recipe: Recipe
+    spec: ModelSpec
+    placement: Placement
+    cuda: bool
+    compute: ComputeSettings
+    optimizer: OptimizerSettings
+    crew: CrewSettings
+
+
+def prepare(recipe: Recipe) -> Preparation:
+    """Vet the model and place it on this machine.
+
+    Raises:
+        UnsupportedModelError, ShardError, ImportedTensorError: The model cannot be read or trained.
+        PlacementError, DeviceUnavailableError: It does not fit this machine.
+    """
+    spec = spec_of(recipe)
+    machine = MachineMemory.of_this_machine(recipe)
+    actors, threads = optimizer_shape(recipe, machine.cores)
+    request = request_of(recipe, spec, cuda=machine.cuda, optimizer_actors=actors)
+    if recipe.model.source is not None:
+        SafetensorsSource(recipe.model.source, request.model)
+    placement = place(request, budget_of(recipe, machine, request.processes))
+    preflight(
+        placement,
+        host_available_bytes=machine.host_bytes,
+        gpu_free_bytes=machine.gpu_bytes,
+        nvme_free_bytes=machine.nvme_bytes,
+    )
+    optimizer, memory = recipe.optimizer, recipe.memory
+    return Preparation(
+        recipe=recipe,
+        spec=spec,
+        placement=placement,
+        cuda=machine.cuda,
+        compute=ComputeSettings(
+            learning_rate=recipe.learning_rate(),
+            max_grad_norm=optimizer.max_grad_norm or None,
+            device="cuda" if machine.cuda else "cpu",
+            decoder_slots=memory.decoder_slots,
+            compile=recipe.train.compile and machine.cuda,
+            # On a GPU the CPU threads of torch only prepare work; without one they do it.
+            threads=2 if machine.cuda else machine.cores,
+        ),
+        optimizer=OptimizerSettings(betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay),
+        crew=CrewSettings(
+            optimizer_actors=actors,
+            threads_per_optimizer=threads,
+            io_threads=memory.prefetch_threads,
+            limit_bytes=None if memory.ram_gib is None else int(memory.ram_gib * GIB),
+            nvme_dir=memory.nvme_dir,
+        ),
+    )
+
+
+def optimizer_shape(recipe: Recipe, cores: int) -> tuple[int, int]:
+    """Optimizer actors and threads of each, as the recipe says or as the machine suggests."""
+    actors, threads = default_optimizer_actors(cores)
+    return recipe.memory.optimizer_actors or actors, recipe.memory.threads_per_actor or threads
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on and is measured on."""
+
+    training: PackedDataset
+    held_out: PackedDataset | None
+
+
+def open_data(recipe: Recipe, spec: ModelSpec, say: Callable[[str], None]) -> Data:
+    """Read and pack the recipe's data.
+
+    Raises:
+        DataError: It cannot be read, or holds what the model cannot take.
+    """
+    data, train = recipe.data, recipe.train
+    settings = DataSettings(
+        paths=tuple(map(Path, data.path)),
+        format=data.format,
+        text_field=data.text_field,
+        tokenizer=str(data.tokenizer),
+        append_eos=data.append_eos,
+        input_ids_column=data.columns.input_ids,
+        labels_column=data.columns.labels,
+        on_bad_row=data.on_bad_row,
+        long_documents=data.long_documents,
+        shuffle=data.shuffle,
+        eval_fraction=data.eval_fraction or 0.0,
+        suffixes=data.suffixes,
+    )
+    cache_dir = data.cache_dir or recipe.run.dir / "data"
+
+    def opened(settings: DataSettings) -> PackedDataset:
+        return open_dataset(
+            settings,
+            sequence_length=train.sequence_length,
+            seed=recipe.run.seed,
+            vocab_size=spec.vocab_size,
+            cache_dir=cache_dir,
+            progress=say,
+        )
+
+    training = opened(settings)
+    held_out = training.held_out
+    if data.eval_path is not None:
+        held_out = opened(dataclasses.replace(settings, paths=tuple(map(Path, data.eval_path)), shuffle=False))
+    return Data(training, held_out)

@@ -1,0 +1,74 @@
+"""Where a run goes on: the checkpoint it resumes from, and what a changed recipe may not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.recipe import Recipe, differences, parse_recipe
+from tasks.checkpointing import Progress
+from tiers.checkpoint import newest_complete
+from tiers.errors import CheckpointError
+from tiers.manifest import read_manifest, verify
+
+
+class ResumeError(ValueError):
+    """The run directory or the recipe does not allow the resume that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A checkpoint to go on from."""
+
+    directory: Path
+    progress: Progress
+
+
+def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint | None:
+    """Find the checkpoint that the recipe resumes from; None for a run that starts anew.
+
+    Raises:
+        ResumeError: There are checkpoints where none may be, or the recipe has changed what would be learned.
+        CheckpointError: The checkpoint that was named is not complete.
+    """
+    run = recipe.run
+    if isinstance(run.resume, Path):
+        directory: Path | None = run.resume
+        problems = verify(run.resume, deep=False)
+        if problems:
+            raise CheckpointError(f"run.resume = {run.resume} is no checkpoint to resume from: {problems[0]}")
+    else:
+        directory, skipped = newest_complete(run.dir)
+        for passed in skipped:
+            say(f"passed over {passed.path.name}: {passed.reason}")
+        if directory is not None and run.resume == "never":
+            raise ResumeError(
+                f'run.resume = "never", and {run.dir} holds {directory.name}; '
+                'give another run.dir, or set run.resume = "auto" to go on from it'
+            )
+    if directory is None:
+        return None
+    facts = read_manifest(directory).facts
+    _check_unchanged(recipe, parse_recipe(facts.recipe, str(directory)), directory)
+    return ResumePoint(directory, Progress.of(facts))
+
+
+def _check_unchanged(recipe: Recipe, before: Recipe, directory: Path) -> None:
+    """Refuse what would make the run learn something else than it set out to, unless the recipe accepts it by name."""
+    same_rate = recipe.learning_rate() == before.learning_rate() or recipe.optimizer.schedule == "constant"
+    changed = [
+        difference
+        for difference in differences(before, recipe)
+        if difference.changes_result
+        and difference.key not in recipe.run.accept_changes
+        and not (difference.key == "train.steps" and same_rate)
+    ]
+    if changed:
+        raise ResumeError(
+            f"{directory} was trained with another recipe: "
+            + "; ".join(map(str, changed))
+            + ". Undo the change, start in another run.dir, or accept it: run.accept_changes = ["
+            + ", ".join(f'"{difference.key}"' for difference in changed)
+            + "]"
+        )

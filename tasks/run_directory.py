@@ -1,0 +1,69 @@
+"""A run's directory: one run at a time, and left as it was found when a run is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from tiers.durable_files import FILE_MODE, make_directory, replace_file
+
+LOCK_NAME = "run.lock"
+
+
+class RunDirectoryError(ValueError):
+    """The run directory cannot be used as it is."""
+
+
+class RunDirectory:
+    """Held from entry to exit. What was created for a run that never began is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._created: Path | None = None
+        self._lock: int | None = None
+
+    def __enter__(self) -> RunDirectory:
+        """Take the directory.
+
+        Raises:
+            RunDirectoryError: It is no directory, not writable, or another run is at work in it.
+        """
+        missing = [parent for parent in (self._path, *self._path.parents) if not parent.exists()]
+        try:
+            make_directory(self._path)
+            self._created = missing[-1] if missing else None
+            self._lock = os.open(self._path / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock or 0, 32, 0).decode(errors="replace").strip()
+            self._release()
+            raise RunDirectoryError(
+                f"run.dir = {self._path} is in use by the run of process {holder}; end it, or give another run.dir"
+            ) from None
+        except OSError as error:
+            self._release()
+            raise RunDirectoryError(f"run.dir = {self._path} cannot be used: {error.strerror}; give another") from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        return self
+
+    def keep(self, recipe_toml: str) -> None:
+        """The run begins: write its recipe; from now on the directory stays."""
+        replace_file(self._path / "recipe.toml", recipe_toml.encode())
+        self._created = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._created is not None:
+            shutil.rmtree(self._created, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        # The lock file stays: removing it would let two runs lock different files of the same name.
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

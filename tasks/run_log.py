@@ -1,0 +1,152 @@
+"""Everything that a run says about its steps: rows on disk, lines on the console, gauges, spans of the lanes."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import psutil
+import ray
+
+from pipeline.coordinator import SubmittedStep
+from pipeline.crew import Crew
+from pipeline.messages import Lane, LaneSpan, StepResult
+from pipeline.metrics import (
+    ConsoleLog,
+    EvaluationWriter,
+    EventsWriter,
+    MetricsWriter,
+    RunGauges,
+    StallSeconds,
+    StepMetrics,
+)
+from pipeline.recipe import Recipe
+from pipeline.schedule import Op
+from pipeline.stalls import stalls_of
+from tasks.checkpointing import Progress
+from tasks.data.loader import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What turns seconds and tokens into rates."""
+
+    flops_per_token: float
+    arena_bytes: int
+
+
+class RunLog:
+    """Written by the driver, once a step. A context manager that closes its files."""
+
+    def __init__(self, recipe: Recipe, crew: Crew, facts: RunFacts, resumed_step: int) -> None:
+        """Open the files of the run directory; rows after the resumed step are dropped."""
+        run = recipe.run
+        self._facts = facts
+        self._crew = crew
+        self._metrics = MetricsWriter(run.dir, resumed_step)
+        self._evaluations = EvaluationWriter(run.dir, resumed_step)
+        self._events = EventsWriter(run.dir, recipe.log.events_max_mib, resumed_step)
+        self._console = ConsoleLog(recipe.train.steps, recipe.log.every_s)
+        self._gauges = RunGauges(run.name)
+        self._processes = _processes(crew)
+        self._spans: list[LaneSpan] = []
+        self._updates: dict[int, list[Any]] = {}
+        self._ended_s = time.monotonic()
+
+    def step(
+        self, progress: Progress, batch: StepBatch, submitted: SubmittedStep | None, result: StepResult | None
+    ) -> None:
+        """Account for a finished step.
+
+        Args:
+            progress: With the step counted.
+            batch: What it trained on.
+            submitted: Its calls; None where nothing was submitted.
+            result: None likewise.
+        """
+        started_s, self._ended_s = self._ended_s, time.monotonic()
+        step_s = self._ended_s - started_s
+        spans = self._collect(progress.step, submitted)
+        stalls = stalls_of(self._spans, started_s, self._ended_s)
+        tokens_per_s = batch.batch.tokens / step_s
+        applied = result is not None and result.control.applied
+        metrics = StepMetrics(
+            step=progress.step,
+            applied_steps=progress.applied_steps,
+            loss=result.loss if result else math.nan,
+            lr=result.control.lr if result else 0.0,
+            grad_norm=result.grad_norm if result else math.nan,
+            tokens=batch.batch.tokens,
+            supervised_tokens=batch.batch.supervised_tokens,
+            step_s=step_s,
+            tokens_per_s=tokens_per_s,
+            model_tflops=self._facts.flops_per_token * tokens_per_s / 1e12,
+            stall_s=StallSeconds(load=stalls.load, stage=stalls.stage, update=stalls.update, data=batch.wait_s),
+            gpu_peak_bytes=result.gpu_peak_bytes if result else 0,
+            host_bytes=self._facts.arena_bytes + sum(map(_private_bytes, self._processes)),
+            nvme_read_bytes=sum(span.num_bytes for span in spans if span.lane is Lane.NVME_READ),
+            nvme_write_bytes=sum(span.num_bytes for span in spans if span.lane is Lane.NVME_WRITE),
+            skipped=not applied,
+            skip_reason=_skip_reason(result),
+        )
+        self._metrics.write(metrics)
+        self._console.step(metrics)
+        self._gauges.step(metrics)
+        self._events.write(progress.step, spans)
+
+    def evaluation(self, step: int, loss: float, supervised_tokens: int) -> None:
+        """Account for an evaluation; its time counts to no step."""
+        self._evaluations.write(step, loss, supervised_tokens)
+        self._console.evaluation(step, loss, supervised_tokens)
+        self._ended_s = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Show a line on the console."""
+        self._console.say(line)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._metrics.close()
+        self._evaluations.close()
+        self._events.close()
+
+    def _collect(self, step: int, submitted: SubmittedStep | None) -> list[LaneSpan]:
+        """Take what the lanes did since the last call. The updates of the step before are over by now."""
+        compute, io = ray.get([self._crew.compute.take_spans.remote(), self._crew.prefetcher.take_spans.remote()])
+        new = [*compute, *(LaneSpan(s.name, Lane(s.lane), "prefetcher", s.start_s, s.end_s, s.num_bytes) for s in io)]
+        new += ray.get(self._updates.pop(step - 1, []))
+        if submitted is not None:
+            self._updates[step] = [ref for key, refs in submitted.refs.items() if key.op is Op.UPDATE for ref in refs]
+        # A gap at the beginning of a step has its cause in the step before.
+        self._spans = [span for span in self._spans if span.end_s > self._ended_s - 600.0][-20_000:] + new
+        return new
+
+
+def _skip_reason(result: StepResult | None) -> str | None:
+    if result is None:
+        return "no supervised token"
+    return None if result.control.applied else f"{result.non_finite} is not finite"
+
+
+def _processes(crew: Crew) -> list[psutil.Process]:
+    """The driver and every actor."""
+    pids = ray.get([actor.__ray_call__.remote(_pid) for actor in crew.actors().values()])
+    return [psutil.Process(), *map(psutil.Process, pids)]
+
+
+def _pid(actor: object) -> int:
+    return os.getpid()
+
+
+def _private_bytes(process: psutil.Process) -> int:
+    """Resident memory that is not shared: the arena's pages are counted once, elsewhere."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)

@@ -1,0 +1,43 @@
+"""SIGTERM and SIGINT ask a run to stop: it finishes the steps at work and saves. A second signal ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+INTERRUPTED = 130
+"""Exit status after a second signal, as shells report a process ended by SIGINT."""
+
+
+class StopSignals:
+    """Handles the signals while entered; enter it after `ray.init`, whose handlers would end the process."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._before: dict[int, Any] = {}
+
+    def requested(self) -> bool:
+        """Whether the run should stop."""
+        return self._requested
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            os._exit(INTERRUPTED)
+        self._requested = True
+        name = signal.Signals(number).name
+        sys.stdout.write(f"{name}: finishing the step and saving; a second signal ends the run at once\n")
+        sys.stdout.flush()
