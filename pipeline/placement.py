@@ -36,6 +36,7 @@ from tiers.layout import (
     buffer_types,
     state_buffers,
 )
+from tiers.scratch import scratch_bytes
 
 
 class PlacementError(ValueError):
@@ -219,15 +220,16 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...]) -> Schedu
 
 
 def _nvme_terms(tier: TierPlan) -> tuple[Term, ...]:
-    """Account of the scratch store."""
+    """Account of the working files."""
     types = buffer_types(tier.model.precision)
     state_bytes = sum(types[buffer].bytes for buffer in state_buffers(tier.model.precision))
     pairs = list(zip(tier.model.layers, tier.homes, strict=True))
     weights = sum(layer.numel for layer, home in pairs if home.weight_slot is not None) * types[Buffer.WEIGHT].bytes
     states = sum(layer.numel for layer, home in pairs if home.state_slot is not None) * state_bytes
     terms = (
-        Term(Place.NVME, "weights", weights, "read twice and written once a step"),
+        Term(Place.NVME, "weights", weights, "read twice for the device, once for the update, written once a step"),
         Term(Place.NVME, "optimizer state", states, "read and written once a step"),
+        Term(Place.NVME, "indexes", scratch_bytes(tier) - weights - states, "checksums of chunks, alignment"),
     )
     return tuple(term for term in terms if term.num_bytes)
 
@@ -278,8 +280,8 @@ def _trials(
         return f"memory.nvme_dir on a drive with {_gib(fit.used(Place.NVME))} free (memory.nvme_gib)"
 
     def ram(fit: Placement) -> str:
-        beside = fit.used(Place.RAM) - fit.arena_bytes
-        return f"memory.ram_gib = {fit.arena_bytes / GIB + 0.05:.1f} ({_gib(beside)} more for the run's processes)"
+        host = _gib(fit.used(Place.RAM) + GIB)
+        return f"memory.ram_gib = {fit.arena_bytes / GIB + 0.05:.1f} (on a machine with {host} free)"
 
     def constant(text: str) -> Callable[[Placement], str]:
         return lambda fit: text
@@ -287,7 +289,7 @@ def _trials(
     yield request, replace(budget, nvme_bytes=unlimited), _Remedy("memory.nvme_gib", drive)
     yield (
         request,
-        replace(budget, ram_bytes=unlimited),
+        replace(budget, ram_bytes=_least_ram(request, budget)),
         _Remedy("memory.ram_gib", ram),
     )
     yield (
@@ -307,6 +309,20 @@ def _trials(
         smaller = replace(request, step=replace(step, sequences=sequences))
         knob = "train.sequences_per_step"
         yield smaller, budget, _Remedy(knob, constant(f"{knob} = {sequences}"))
+
+
+def _least_ram(request: PlacementRequest, budget: MemoryBudget) -> int:
+    """The least arena with which the drive, if there is one, suffices; more than any machine has where none does."""
+    low, high = budget.ram_bytes, 2**60
+    if not isinstance(_solve(request, replace(budget, ram_bytes=high)), Placement):
+        return high
+    while high - low > GIB // 16:
+        middle = (low + high) // 2
+        if isinstance(_solve(request, replace(budget, ram_bytes=middle)), Placement):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _required_gpu_gib(request: PlacementRequest, fit: Placement) -> int:

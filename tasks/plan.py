@@ -1,0 +1,136 @@
+"""Does a model fit, where does every byte live, how long is a step, what does a run cost: known before it starts.
+
+    python -m tasks.plan RECIPE [--hardware FILE] [--json] [--price-per-hour X] [--token-budget N] [--set KEY=VALUE]
+
+The step is the very graph that the run would submit, each operation priced by the rates of the machine. Without
+--hardware this machine's memory decides and no time is predicted. Nothing is allocated and no weights are read.
+
+Exit status: 0 it fits, 1 it does not fit, 2 the input is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.costs import CostModel
+from pipeline.crew import default_optimizer_actors
+from pipeline.errors import PipelineError
+from pipeline.hardware import Hardware, HardwareError, find_hardware, load_hardware
+from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
+from pipeline.recipe import Recipe, RecipeError, load_recipe
+from pipeline.recipe_placement import MachineMemory, budget_of, request_of, spec_of
+from pipeline.simulate import simulate
+from tasks.plan_report import Plan, TimeFigures, checkpoint_figures, tables
+
+UNLIMITED = MemoryBudget(ram_bytes=2**60, gpu_bytes=2**60)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan; return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        recipe = load_recipe(options.recipe, options.set)
+        hardware = None if options.hardware is None else load_hardware(find_hardware(options.hardware))
+        plan = make_plan(recipe, hardware, options.price_per_hour, options.token_budget)
+    except (RecipeError, HardwareError, PipelineError) as error:
+        print(f"tasks.plan: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(plan.as_json(), indent=2) if options.json else tables(plan))
+    return 0 if plan.fits else 1
+
+
+def make_plan(
+    recipe: Recipe, hardware: Hardware | None, price_per_hour: float | None = None, token_budget: int | None = None
+) -> Plan:
+    """Place a recipe's model on a machine and predict its step.
+
+    Args:
+        recipe: What is to be trained.
+        hardware: The machine; None means this one, without a prediction of time.
+        price_per_hour: Of the machine, in any currency.
+        token_budget: Tokens to train on; None means those of the recipe's steps.
+
+    Raises:
+        UnsupportedModelError: The model cannot be trained at all.
+        PipelineError: This machine has no GPU and the recipe demands one.
+    """
+    spec = spec_of(recipe)
+    machine = MachineMemory.of_this_machine(recipe) if hardware is None else MachineMemory.of_hardware(hardware, recipe)
+    actors = recipe.memory.optimizer_actors or default_optimizer_actors(machine.cores)[0]
+    request = request_of(recipe, spec, cuda=machine.cuda, optimizer_actors=actors)
+    reason = None
+    try:
+        placement = place(request, budget_of(recipe, machine, request.processes))
+    except PlacementError as error:
+        placement, reason = place(request, UNLIMITED), str(error)
+    free_bytes = None if hardware is not None else _free_bytes(recipe.run.dir)
+    return Plan(
+        recipe=recipe.run.name,
+        machine="this machine" if hardware is None else hardware.name,
+        parameters=request.model.num_parameters,
+        fits=reason is None,
+        reason=reason,
+        placement=placement,
+        checkpoints=checkpoint_figures(recipe, placement, free_bytes),
+        time=None if reason else _time(recipe, placement, request, hardware, price_per_hour, token_budget),
+    )
+
+
+def _time(
+    recipe: Recipe,
+    placement: Placement,
+    request: PlacementRequest,
+    hardware: Hardware | None,
+    price_per_hour: float | None,
+    token_budget: int | None,
+) -> TimeFigures | None:
+    if hardware is None:
+        return None
+    prediction = simulate(CostModel(placement, request.compute, request.step, hardware))
+    return TimeFigures(
+        prediction=prediction,
+        tokens=request.step.tokens,
+        token_budget=token_budget or request.step.tokens * recipe.train.steps,
+        price_per_hour=price_per_hour,
+        endurance_tb=hardware.nvme.endurance_tb if hardware.nvme is not None else 0.0,
+    )
+
+
+def _free_bytes(directory: Path) -> int:
+    """Of the file system that will hold `directory`, which need not exist yet."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free
+
+
+def _parser() -> argparse.ArgumentParser:
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.plan",
+        description=description,
+        epilog=epilog.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", type=Path, help="recipe, TOML")
+    parser.add_argument("--hardware", metavar="FILE", help="hardware TOML, or the name of a shipped one")
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
+    parser.add_argument("--price-per-hour", type=float, metavar="X", help="price of the machine, for the cost")
+    parser.add_argument("--token-budget", type=_tokens, metavar="N", help="tokens to train on, e.g. 2e9")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe's key")
+    return parser
+
+
+def _tokens(text: str) -> int:
+    count = int(float(text))
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1 token, got {text}")
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(main())
