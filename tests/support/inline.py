@@ -86,7 +86,7 @@ class InlineRun:
         tier_plan, self.schedule = case.plans()
         self.tier = ParameterTier(tier_plan)
         handle: TierHandle = self.tier.handle()
-        self.prefetcher = Prefetcher(handle, case.nvme_dir, 2)
+        self.prefetcher = Prefetcher(handle, nvme_dir=case.nvme_dir, threads=2)
         self.optimizers = [
             Optimizer(handle, case.optimizer_settings(), part, case.optimizer_actors, case.threads)
             for part in range(case.optimizer_actors)
