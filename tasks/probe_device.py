@@ -1,0 +1,119 @@
+"""Rates of the device and of the link to it. On a machine without CUDA the CPU stands in for the device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pipeline.hardware import GIB, Device, Link
+from tiers.host_memory import available_host_bytes
+
+GEMM_SIZE = 8192
+LINK_BYTES = 1 << 30
+"""A power of two: PyTorch's pinned allocator would round anything else up."""
+
+
+def measure_device(copy_gbps: float, seconds: float) -> Device:
+    """Matrix products, memory traffic and size of the device."""
+    if not torch.cuda.is_available():
+        gemm = _gemm_tflops(torch.device("cpu"), 1024, seconds)
+        return Device("CPU", available_host_bytes() / GIB, gemm, copy_gbps)
+    device = torch.device("cuda")
+    free, _ = torch.cuda.mem_get_info()
+    gemm = _gemm_tflops(device, GEMM_SIZE, seconds)
+    source = torch.ones(LINK_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    traffic = _repeat(lambda: target.copy_(source), seconds) * 2 * LINK_BYTES / 1e9
+    return Device(torch.cuda.get_device_name(), free / GIB, gemm, traffic)
+
+
+def measure_link(copy_gbps: float, seconds: float) -> Link:
+    """Copies between the device and pinned memory, alone and both ways at once."""
+    if not torch.cuda.is_available():
+        # A copy reads and writes: half its traffic is what arrives.
+        return Link(copy_gbps / 2, copy_gbps / 2, copy_gbps / 4)
+    size = LINK_BYTES if available_host_bytes() > 8 * LINK_BYTES else LINK_BYTES // 8
+    hosts = [torch.ones(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    devices = [torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def to_device() -> None:
+        with torch.cuda.stream(streams[0]):
+            devices[0].copy_(hosts[0], non_blocking=True)
+
+    def to_host() -> None:
+        with torch.cuda.stream(streams[1]):
+            hosts[1].copy_(devices[1], non_blocking=True)
+
+    def both() -> None:
+        to_device()
+        to_host()
+
+    rates = [_repeat(copy, seconds) * size / 1e9 for copy in (to_device, to_host, both)]
+    return Link(*rates)
+
+
+@contextmanager
+def busy_device() -> Iterator[None]:
+    """Keep the device computing and DMA running both ways inside: what an update meets during training."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    size = LINK_BYTES // 8
+    left, right = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    hosts = [torch.ones(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    devices = [torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            with torch.cuda.stream(streams[0]):
+                for _ in range(8):
+                    torch.mm(left, right)
+            for _ in range(4):
+                with torch.cuda.stream(streams[1]):
+                    devices[0].copy_(hosts[0], non_blocking=True)
+                with torch.cuda.stream(streams[2]):
+                    hosts[1].copy_(devices[1], non_blocking=True)
+            # Sleeping, not spinning: the core belongs to the measurement.
+            ended = torch.cuda.Event(blocking=True)
+            ended.record(streams[0])
+            ended.synchronize()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        worker.join()
+        torch.cuda.synchronize()
+
+
+def _gemm_tflops(device: torch.device, size: int, seconds: float) -> float:
+    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    return _repeat(lambda: torch.mm(left, right), seconds) * 2 * size**3 / 1e12
+
+
+def _repeat(work: Callable[[], object], seconds: float) -> float:
+    """Times a second that `work` is done, after two for warming up."""
+    for _ in range(2):
+        work()
+    _finish()
+    start, done = time.monotonic(), 0
+    while time.monotonic() - start < seconds:
+        for _ in range(4):
+            work()
+        _finish()
+        done += 4
+    return done / (time.monotonic() - start)
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
