@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.footprint import ComputeShape, StepShape
 from pipeline.hardware import Hardware
 from pipeline.messages import Lane
 from pipeline.placement import Placement
 from pipeline.schedule import Key, Op, Pass
+from pipeline.shapes import ComputeShape, StepShape
 from tiers.layout import Buffer, LayerKind, LayerLayout, buffer_types, state_buffers
 
 CALL_S = 1e-3

@@ -14,10 +14,11 @@ import torch
 
 from pipeline.errors import PipelineError, UnsupportedModelError
 from pipeline.families import ModelSpec, load_model_spec, model_layout
-from pipeline.footprint import GIB, ComputeShape, ProcessShape, StepShape
+from pipeline.footprint import GIB
 from pipeline.hardware import Hardware
 from pipeline.placement import MemoryBudget, PlacementRequest, ram_for_state
 from pipeline.recipe import Recipe
+from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.host_memory import available_host_bytes
 
 DEVICE_RESERVE = 0.02

@@ -25,7 +25,8 @@ from pipeline.placement import MemoryBudget, Placement, PlacementError, Placemen
 from pipeline.recipe import Recipe, RecipeError, load_recipe
 from pipeline.recipe_placement import MachineMemory, budget_of, request_of, spec_of
 from pipeline.simulate import simulate
-from tasks.plan_report import Plan, TimeFigures, checkpoint_figures, tables
+from tasks.plan_report import Plan, TimeFigures, checkpoint_figures
+from tasks.plan_tables import tables
 
 UNLIMITED = MemoryBudget(ram_bytes=2**60, gpu_bytes=2**60)
 

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.device_footprint import device_terms
 from pipeline.families import load_model_spec, model_layout
-from pipeline.footprint import GIB, ComputeShape, ProcessShape, StepShape, device_terms, process_terms, total
+from pipeline.footprint import GIB, total
+from pipeline.host_footprint import process_terms
+from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.layout import ModelLayout, Precision
 
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}

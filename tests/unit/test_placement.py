@@ -8,18 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.footprint import (
-    GIB,
-    RUNNING_BEFORE_ALLOCATION,
-    ComputeShape,
-    Place,
-    ProcessShape,
-    StepShape,
-    arena_terms,
-    total,
-)
+from pipeline.footprint import GIB, Place, total
 from pipeline.homes import candidates, homes
+from pipeline.host_footprint import RUNNING_BEFORE_ALLOCATION, arena_terms
 from pipeline.placement import MemoryBudget, PlacementError, PlacementRequest, place, preflight
+from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.layout import (
     ArenaMap,
     InitKind,

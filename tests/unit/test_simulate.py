@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from pipeline.costs import CostModel
-from pipeline.footprint import ComputeShape, ProcessShape, StepShape
 from pipeline.hardware import Device, Hardware, Host, Link, Nvme
 from pipeline.homes import homes
 from pipeline.messages import Lane
 from pipeline.placement import MemoryBudget, Placement, PlacementRequest, place
+from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from pipeline.simulate import Prediction, simulate
 from tiers.layout import InitKind, LayerKind, LayerLayout, ModelLayout, Precision, TensorSpec, place_tensors
 

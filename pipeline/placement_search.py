@@ -1,0 +1,161 @@
+"""The search behind `placement`: the first mixture of homes, from the least to the most on NVMe, that fits. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.device_footprint import device_terms
+from pipeline.footprint import Place, Term, total
+from pipeline.homes import candidates
+from pipeline.host_footprint import arena_terms, process_terms
+from pipeline.schedule import SchedulePlan
+from pipeline.shapes import ComputeShape, ProcessShape, StepShape
+from tiers.layout import (
+    ArenaMap,
+    Buffer,
+    ElementType,
+    LayerHome,
+    LayerKind,
+    ModelLayout,
+    TierPlan,
+    buffer_types,
+    state_buffers,
+)
+from tiers.scratch import scratch_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """What a run may use."""
+
+    ram_bytes: int
+    """Host memory for model state: the arena. What the processes take beside it is `process_terms`."""
+    gpu_bytes: int
+    nvme_bytes: int = 0
+    """Free room of `[memory] nvme_dir`; 0 where there is none."""
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """Everything the decision depends on, besides the budget."""
+
+    model: ModelLayout
+    compute: ComputeShape
+    step: StepShape
+    clip: bool
+    """Global clipping holds every gradient until the norm is known."""
+    processes: ProcessShape = field(default_factory=ProcessShape)
+    staging_slots: int = 3
+    """RAM slots that the layers on NVMe share, for weights and for state each; 2 are tried where 3 do not fit."""
+    decoder_slots: int = 2
+    gradient_type: ElementType | None = None
+    """None means that of the precision."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything lives, and the account of it."""
+
+    tier: TierPlan
+    schedule: SchedulePlan
+    spilled_boundaries: int
+    """Decoder layers, the first ones, whose inputs wait for their backward in pinned RAM."""
+    budget: MemoryBudget
+    terms: tuple[Term, ...]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host memory for model state."""
+        return ArenaMap.of(self.tier).total_bytes
+
+    def used(self, place: Place) -> int:
+        """Bytes that the run holds in `place`."""
+        return total(term for term in self.terms if term.place is place)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A tier that cannot hold what it must."""
+
+    place: Place
+    needed_bytes: int
+    terms: tuple[Term, ...]
+
+
+def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
+    """The first of the candidates, in order of preference, that fits."""
+    spilled, device = _place_device(request, budget.gpu_bytes)
+    if total(device) > budget.gpu_bytes:
+        return Shortage(Place.DEVICE, total(device), device)
+    pinned_bytes = spilled * request.step.tokens * request.compute.hidden_size * _weight_bytes(request.model)
+    least: TierPlan | None = None
+    least_bytes = 0
+    for homes in candidates(
+        request.model, clip=request.clip, staging_slots=request.staging_slots, nvme=budget.nvme_bytes > 0
+    ):
+        tier = TierPlan(request.model, homes, _gradient_type(request), pinned_bytes)
+        arena_bytes = ArenaMap.of(tier).total_bytes
+        if arena_bytes > budget.ram_bytes:
+            if least is None or arena_bytes < least_bytes:
+                least, least_bytes = tier, arena_bytes
+            continue
+        nvme = _nvme_terms(tier)
+        if total(nvme) > budget.nvme_bytes:
+            return Shortage(Place.NVME, total(nvme), nvme)
+        host = (*arena_terms(tier), *process_terms(arena_bytes, request.processes))
+        return Placement(tier, _schedule(request, homes), spilled, budget, (*host, *device, *nvme))
+    assert least is not None
+    return Shortage(Place.RAM, least_bytes, arena_terms(least))
+
+
+def _place_device(request: PlacementRequest, gpu_bytes: int) -> tuple[int, tuple[Term, ...]]:
+    """How many decoder layers' inputs spill to pinned RAM, the fewest that fit, and the account of the device."""
+    decoders = sum(layer.kind is LayerKind.DECODER for layer in request.model.layers)
+    for spilled in range(decoders + 1):
+        device = device_terms(
+            request.model,
+            request.compute,
+            request.step,
+            _gradient_type(request).bytes,
+            decoder_slots=request.decoder_slots,
+            spilled_boundaries=spilled,
+            compiled=request.processes.compiled,
+        )
+        if total(device) <= gpu_bytes:
+            break
+    return spilled, device
+
+
+def _weight_bytes(model: ModelLayout) -> int:
+    return buffer_types(model.precision)[Buffer.WEIGHT].bytes
+
+
+def _gradient_type(request: PlacementRequest) -> ElementType:
+    return buffer_types(request.model.precision, request.gradient_type)[Buffer.GRADIENT]
+
+
+def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...]) -> SchedulePlan:
+    return SchedulePlan(
+        kinds=tuple(layer.kind for layer in request.model.layers),
+        tied=request.model.tied,
+        clip=request.clip,
+        decoder_slots=request.decoder_slots,
+        weight_slots=tuple(home.weight_slot for home in homes),
+        state_slots=tuple(home.state_slot for home in homes),
+        gradient_slots=tuple(home.gradient_slot for home in homes),
+    )
+
+
+def _nvme_terms(tier: TierPlan) -> tuple[Term, ...]:
+    """Account of the working files."""
+    types = buffer_types(tier.model.precision)
+    state_bytes = sum(types[buffer].bytes for buffer in state_buffers(tier.model.precision))
+    pairs = list(zip(tier.model.layers, tier.homes, strict=True))
+    weights = sum(layer.numel for layer, home in pairs if home.weight_slot is not None) * types[Buffer.WEIGHT].bytes
+    states = sum(layer.numel for layer, home in pairs if home.state_slot is not None) * state_bytes
+    terms = (
+        Term(Place.NVME, "weights", weights, "read twice for the device, once for the update, written once a step"),
+        Term(Place.NVME, "optimizer state", states, "read and written once a step"),
+        Term(Place.NVME, "indexes", scratch_bytes(tier) - weights - states, "checksums of chunks, alignment"),
+    )
+    return tuple(term for term in terms if term.num_bytes)

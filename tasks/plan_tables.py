@@ -1,0 +1,146 @@
+"""Tables of a plan, for people. Each term of memory stands on a line of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.footprint import GIB, Place
+from pipeline.placement import Placement
+from tasks.plan_report import HomeRange, Plan, TimeFigures, home_ranges
+
+TITLES = {Place.RAM: "host memory", Place.DEVICE: "device memory", Place.NVME: "NVMe"}
+
+
+def tables(plan: Plan) -> str:
+    """The plan for people."""
+    lines = [
+        f"{plan.recipe} on {plan.machine}: {plan.parameters / 1e9:.2f} B parameters",
+        f"fits: {'yes' if plan.fits else 'NO'}",
+    ]
+    if plan.reason:
+        lines.append(plan.reason)
+        lines.append("\nOn a machine with enough of everything it would take:")
+    for place in Place:
+        lines += ["", *_account(plan.placement, place, plan.fits)]
+    lines += ["", *_bytes_per_parameter(plan)]
+    lines += ["", "where it lives", *_homes(plan.placement)]
+    if plan.time is not None:
+        lines += ["", *_time(plan.time)]
+    elif plan.fits:
+        lines += [
+            "",
+            "step time: not predicted, this machine's rates are unknown; run `python -m tasks.probe --out",
+            "machine.toml` and pass --hardware machine.toml",
+        ]
+    lines += ["", *_checkpoints(plan)]
+    return "\n".join(lines)
+
+
+def _account(placement: Placement, place: Place, fits: bool) -> Iterator[str]:
+    terms = [term for term in placement.terms if term.place is place]
+    budget = placement.budget
+    allowed = {
+        Place.RAM: f"; model state {_gib(placement.arena_bytes)} of {_gib(budget.ram_bytes)}",
+        Place.DEVICE: f" of {_gib(budget.gpu_bytes)}",
+        Place.NVME: f" of {_gib(budget.nvme_bytes)}",
+    }[place]
+    yield f"{TITLES[place]}: {_gib(placement.used(place))}{allowed if fits else ''}"
+    yield from _table([[f"  {term.name}", _gib(term.num_bytes), term.why] for term in terms if term.num_bytes])
+
+
+def _bytes_per_parameter(plan: Plan) -> Iterator[str]:
+    def per(num_bytes: int) -> str:
+        return f"{num_bytes / plan.parameters:.2f}"
+
+    placement = plan.placement
+    yield (
+        f"bytes a parameter: host {per(placement.used(Place.RAM))} (model state {per(placement.arena_bytes)}), "
+        f"device {per(placement.used(Place.DEVICE))}, NVMe {per(placement.used(Place.NVME))}"
+    )
+
+
+def _homes(placement: Placement) -> Iterator[str]:
+    heading = ["  layers", "parameters", "weights", "master low, moments", "gradients"]
+    yield from _table([heading, *_merged(home_ranges(placement))])
+
+
+def _merged(ranges: Sequence[HomeRange]) -> list[list[str]]:
+    """Rows of ranges; a pattern that alternates (state of every third layer on NVMe) becomes a row for each kind."""
+    if len(ranges) <= 8:
+        return [_row(_name(each), each.parameters, each) for each in ranges]
+    rows: dict[tuple[str, str, str], list[HomeRange]] = {}
+    for each in ranges:
+        decoder = each.first.startswith("layer-")
+        rows.setdefault(("layers" if decoder else each.first, each.weights, each.state), []).append(each)
+    merged = []
+    for (name, _, _), members in rows.items():
+        count = sum(each.layers for each in members)
+        label = f"{count} layers, spread" if name == "layers" and len(members) > 1 else _name(members[0])
+        merged.append(_row(label, sum(each.parameters for each in members), members[0]))
+    return merged
+
+
+def _name(each: HomeRange) -> str:
+    return each.first if each.layers == 1 else f"{each.first} to {each.last.removeprefix('layer-')}"
+
+
+def _row(label: str, parameters: int, each: HomeRange) -> list[str]:
+    return [f"  {label}", f"{parameters / 1e9:.2f} B", each.weights, each.state, each.gradients]
+
+
+def _time(time: TimeFigures) -> Iterator[str]:
+    prediction = time.prediction
+    yield (
+        f"step: {prediction.step_s:.2f} s for {time.tokens:,} tokens = {time.tokens / prediction.step_s:,.0f} "
+        f"tokens/s, {prediction.model_tflops:.0f} model TFLOP/s; bottleneck: {prediction.bottleneck}"
+    )
+    rows = [["  lane", "busy", "share", "of the step's length"]]
+    for load in prediction.lanes:
+        if load.busy_s:
+            share = load.busy_s / prediction.step_s
+            rows.append([f"  {load.lane}", f"{load.busy_s:.2f} s", f"{share:.0%}", f"{load.critical_s:.2f} s"])
+    yield from _table(rows)
+    waits = ", ".join(f"{lane} {seconds:.2f} s" for lane, seconds in prediction.stalls if seconds >= 0.005)
+    yield f"  the device waits for: {waits or 'nothing'}"
+    if prediction.nvme_write_bytes or prediction.nvme_read_bytes:
+        life = f"; its rated writes last {time.drive_days:,.0f} days of training" if time.drive_days else ""
+        yield (
+            f"  the drive reads {_gb(prediction.nvme_read_bytes)} and writes {_gb(prediction.nvme_write_bytes)} "
+            f"a step{life}"
+        )
+    yield f"tokens a day: {time.tokens_per_day / 1e9:.3f} B"
+    yield f"{time.token_budget / 1e9:.3f} B tokens take {time.days:.2f} days"
+    if time.cost is not None:
+        yield f"cost at {time.price_per_hour:g} an hour: {time.cost:,.2f}"
+
+
+def _checkpoints(plan: Plan) -> Iterator[str]:
+    figures = plan.checkpoints
+    free = "" if figures.free_bytes is None else f", free there {_gb(figures.free_bytes)}"
+    yield (
+        f"checkpoints: {_gb(figures.bytes_each)} each, at most {figures.kept} at a time (the old one goes when the new "
+        f"one is complete) = {_gb(figures.needed_bytes)}{free}"
+    )
+    if figures.fits is False:
+        yield "  WARNING: they do not fit; lower checkpoint.keep_last, raise checkpoint.keep_every, or move run.dir"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns aligned: the first and the last to the left, figures between them to the right."""
+    if not rows:
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if 0 < column < len(row) - 1 and cell[:1].isdigit() else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
