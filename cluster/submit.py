@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import shlex
 import signal
@@ -89,6 +90,9 @@ def submit(state: HeadState, command: Sequence[str], directory: Path) -> Submitt
     )
     from ray.job_submission import JobSubmissionClient
 
+    # A dozen lines about ignore files and closed sockets a job; the first two set a level of their own.
+    for name in ("ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         client = JobSubmissionClient(state.dashboard_url)
         submission_id = client.submit_job(

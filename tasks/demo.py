@@ -157,7 +157,9 @@ def continuation(model: Path, prompt: str) -> str:
     """What the exported byte-level model writes after `prompt`, the likeliest byte each time."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(model)
     ids = torch.tensor([list(prompt.encode())])
     written = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=_SAMPLE_TOKENS, do_sample=False)
