@@ -42,6 +42,8 @@ class Case:
     staging_slots: int = 2
     nvme_dir: Path | None = None
     head_chunk_tokens: int = 4096
+    outgoing_buffers: int = 2
+    activation_bytes: int = 0
 
     def spec(self) -> ModelSpec:
         return load_model_spec(self.config, self.precision)
@@ -58,16 +60,18 @@ class Case:
             tied=model.tied,
             clip=clip,
             decoder_slots=self.decoder_slots,
+            outgoing_buffers=self.outgoing_buffers,
             weight_slots=tuple(home.weight_slot for home in placed),
             state_slots=tuple(home.state_slot for home in placed),
             gradient_slots=tuple(home.gradient_slot for home in placed),
         )
-        return TierPlan(model, placed, gradient), schedule
+        return TierPlan(model, placed, gradient, self.activation_bytes), schedule
 
     def compute_settings(self) -> ComputeSettings:
         return ComputeSettings(
             device="cpu",
             decoder_slots=self.decoder_slots,
+            outgoing_buffers=self.outgoing_buffers,
             compile=False,
             max_grad_norm=self.max_grad_norm,
             learning_rate=self.lr,
