@@ -90,6 +90,7 @@ def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shorta
     pinned_bytes = spilled * request.step.tokens * request.compute.hidden_size * _weight_bytes(request.model)
     least: TierPlan | None = None
     least_bytes = 0
+    drive: Shortage | None = None
     for homes in candidates(
         request.model, clip=request.clip, staging_slots=request.staging_slots, nvme=budget.nvme_bytes > 0
     ):
@@ -101,9 +102,14 @@ def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shorta
             continue
         nvme = _nvme_terms(tier)
         if total(nvme) > budget.nvme_bytes:
-            return Shortage(Place.NVME, total(nvme), nvme)
+            # Fewer staging slots leave more RAM to layers, so a later candidate may need less of the drive.
+            if drive is None or total(nvme) < drive.needed_bytes:
+                drive = Shortage(Place.NVME, total(nvme), nvme)
+            continue
         host = (*arena_terms(tier), *process_terms(arena_bytes, request.processes))
         return Placement(tier, _schedule(request, homes), spilled, budget, (*host, *device, *nvme))
+    if drive is not None:
+        return drive
     assert least is not None
     return Shortage(Place.RAM, least_bytes, arena_terms(least))
 
