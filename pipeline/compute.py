@@ -101,6 +101,10 @@ class Compute:
         """Copy a layer's gradient into the arena; return when the last byte is there."""
         self._outgoing.drain(step, layer, self._gradients[layer], self._spans).synchronize()
 
+    def discard(self, step: int, layer: int) -> None:
+        """Forget a layer's gradient instead of offloading it: for measurements of computation alone."""
+        self._outgoing.discard(step, layer)
+
     @ray.method(concurrency_group="offload")
     def loss(self, step: int, previous: StepControl, *after: object) -> StepControl:
         """Wait for the step's loss and decide on its updates. Only for runs without clipping.

@@ -136,3 +136,9 @@ class OutgoingGradients:
             landed = outgoing.drained = stream.mark()
         outgoing.holds = None
         return landed
+
+    def discard(self, step: int, layer: int) -> None:
+        """Give a filled buffer back without copying it: for measurements of computation alone."""
+        outgoing = self._of(layer)
+        assert outgoing.holds == (step, layer), f"no gradient of {step, layer} is ready"
+        outgoing.holds = None

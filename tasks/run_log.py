@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import psutil
 import ray
 
 from pipeline.coordinator import SubmittedStep
@@ -52,7 +50,6 @@ class RunLog:
         self._events = EventsWriter(run.dir, recipe.log.events_max_mib, resumed_step)
         self._console = ConsoleLog(recipe.train.steps, recipe.log.every_s)
         self._gauges = RunGauges(run.name)
-        self._processes = _processes(crew)
         self._spans: list[LaneSpan] = []
         self._updates: dict[int, list[Any]] = {}
         self._ended_s = time.monotonic()
@@ -87,7 +84,7 @@ class RunLog:
             model_tflops=self._facts.flops_per_token * tokens_per_s / 1e12,
             stall_s=StallSeconds(load=stalls.load, stage=stalls.stage, update=stalls.update, data=batch.wait_s),
             gpu_peak_bytes=result.gpu_peak_bytes if result else 0,
-            host_bytes=self._facts.arena_bytes + sum(map(_private_bytes, self._processes)),
+            host_bytes=self._facts.arena_bytes + self._crew.processes.private_bytes(),
             nvme_read_bytes=sum(span.num_bytes for span in spans if span.lane is Lane.NVME_READ),
             nvme_write_bytes=sum(span.num_bytes for span in spans if span.lane is Lane.NVME_WRITE),
             skipped=not applied,
@@ -136,17 +133,6 @@ def _skip_reason(result: StepResult | None) -> str | None:
     return None if result.control.applied else f"{result.non_finite} is not finite"
 
 
-def _processes(crew: Crew) -> list[psutil.Process]:
-    """The driver and every actor."""
-    pids = ray.get([actor.__ray_call__.remote(_pid) for actor in crew.actors().values()])
-    return [psutil.Process(), *map(psutil.Process, pids)]
-
-
-def _pid(actor: object) -> int:
-    return os.getpid()
-
-
-def _private_bytes(process: psutil.Process) -> int:
-    """Resident memory that is not shared: the arena's pages are counted once, elsewhere."""
-    memory = process.memory_info()
-    return int(memory.rss - memory.shared)
+def held_bytes(crew: Crew, arena_bytes: int) -> int:
+    """Host memory that the run holds now: the arena once, and what each process has for itself."""
+    return arena_bytes + crew.processes.private_bytes()

@@ -1,0 +1,136 @@
+"""Times real steps: all actors, streaming, offload and updates; only the data is random."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ray
+
+from pipeline.coordinator import Coordinator, SubmittedStep
+from pipeline.crew import Crew
+from pipeline.families.flops import model_flops_per_token
+from pipeline.lanes import busy_shares
+from pipeline.messages import Lane, LaneSpan, StepResult
+from pipeline.schedule import Op
+from pipeline.stalls import Stalls, stalls_of
+from tasks.bench.synthetic import random_batch
+from tasks.filling import fill
+from tasks.preparation import Preparation
+from tasks.run_log import held_bytes
+from tiers.layout import ArenaMap
+
+WARM_UP_STEPS = 2
+"""The first compiles, the second fills the pipeline."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What steady steps cost."""
+
+    parameters: int
+    tokens: int
+    step_s: float
+    """Median."""
+    step_s_all: tuple[float, ...]
+    tokens_per_s: float
+    model_tflops: float
+    lanes: dict[str, float]
+    """Busy share of each lane."""
+    stalls: Stalls
+    """Seconds a step."""
+    update_gparams_per_s: float
+    """Of all optimizer actors together, while they work."""
+    gpu_peak_bytes: int
+    host_bytes: int
+    arena_bytes: int
+    first_step_s: float
+    """From the start of the first actor to the first result."""
+    loss: float
+    grad_norm: float
+
+
+def measure_steps(preparation: Preparation, steps: int, say: Callable[[str], None]) -> StepReport:
+    """Run warm-up steps and then `steps` measured ones. Ray must be connected."""
+    recipe, placement = preparation.recipe, preparation.placement
+    model = placement.tier.model
+    started_s = time.monotonic()
+    namespace = f"megatrain-bench-{ray.get_runtime_context().get_job_id()}"
+    with Crew.start(
+        preparation.spec,
+        placement.tier,
+        preparation.compute,
+        preparation.optimizer,
+        preparation.crew,
+        namespace,
+        say,
+    ) as crew:
+        fill(crew, model, recipe, None, say)
+        coordinator = Coordinator(crew, placement.schedule, applied_steps=0)
+        say(f"ready after {time.monotonic() - started_s:.1f} s; compiling in the first step")
+        submitted: list[SubmittedStep] = []
+        results: list[StepResult] = []
+        ends_s: list[float] = []
+        for step in range(1, WARM_UP_STEPS + steps + 1):
+            batch = random_batch(recipe, preparation.spec.vocab_size, step)
+            submitted.append(coordinator.submit(step, batch))
+            if step > 1:
+                _finish(coordinator, submitted[step - 2], results, ends_s, say)
+        _finish(coordinator, submitted[-1], results, ends_s, say)
+        coordinator.drain()
+        spans = _spans(crew, submitted)
+        host_bytes = held_bytes(crew, ArenaMap.of(placement.tier).total_bytes)
+    start_s, end_s = ends_s[WARM_UP_STEPS - 1], ends_s[-1]
+    step_s_all = tuple(b - a for a, b in itertools.pairwise(ends_s))[WARM_UP_STEPS - 1 :]
+    step_s = statistics.median(step_s_all)
+    tokens = recipe.train.sequences_per_step * recipe.train.sequence_length
+    stalls = stalls_of(spans, start_s, end_s)
+    return StepReport(
+        parameters=model.num_parameters,
+        tokens=tokens,
+        step_s=step_s,
+        step_s_all=step_s_all,
+        tokens_per_s=tokens / step_s,
+        model_tflops=model_flops_per_token(preparation.spec, recipe.train.sequence_length) * tokens / step_s / 1e12,
+        lanes={str(lane): share for lane, share in busy_shares(spans, start_s, end_s).items()},
+        stalls=Stalls(*(value / steps for value in (stalls.load, stalls.stage, stalls.update, stalls.control))),
+        update_gparams_per_s=_update_rate(spans, model.num_parameters, len(submitted)),
+        gpu_peak_bytes=max(result.gpu_peak_bytes for result in results),
+        host_bytes=host_bytes,
+        arena_bytes=ArenaMap.of(placement.tier).total_bytes,
+        first_step_s=ends_s[0] - started_s,
+        loss=results[-1].loss,
+        grad_norm=results[-1].grad_norm,
+    )
+
+
+def _finish(
+    coordinator: Coordinator,
+    submitted: SubmittedStep,
+    results: list[StepResult],
+    ends_s: list[float],
+    say: Callable[[str], None],
+) -> None:
+    result = coordinator.wait(submitted)
+    results.append(result)
+    ends_s.append(time.monotonic())
+    took = f"{ends_s[-1] - ends_s[-2]:.3f} s" if len(ends_s) > 1 else "first"
+    say(f"step {submitted.step}: {took}, loss {result.loss:.4f}, |g| {result.grad_norm:.4f}")
+
+
+def _spans(crew: Crew, submitted: list[SubmittedStep]) -> list[LaneSpan]:
+    compute, io = ray.get([crew.compute.take_spans.remote(), crew.prefetcher.take_spans.remote()])
+    updates = [ref for step in submitted for key, refs in step.refs.items() if key.op is Op.UPDATE for ref in refs]
+    found = [LaneSpan(s.name, Lane(s.lane), "prefetcher", s.start_s, s.end_s, s.num_bytes) for s in io]
+    return [*compute, *found, *ray.get(updates)]
+
+
+def _update_rate(spans: list[LaneSpan], parameters: int, steps: int) -> float:
+    """Parameters updated a second while the pool is at work: its actors work side by side."""
+    updates = [span for span in spans if span.lane is Lane.UPDATE]
+    actors = len({span.actor for span in updates})
+    busy_s = sum(span.end_s - span.start_s for span in updates) / actors
+    return parameters * steps / busy_s / 1e9
