@@ -46,6 +46,8 @@ def settings(token_path: Path) -> dict[str, str]:
         # Workers run at nice 15 by default: the optimizer would lose the cores to anything else on the machine.
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # After the loss of one actor hundreds of calls fail alike; the driver asks for every result that matters.
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         # Logs of a component: 3 files of 16 MiB at most.
         "RAY_ROTATION_MAX_BYTES": str(16 << 20),
         "RAY_ROTATION_BACKUP_COUNT": "2",

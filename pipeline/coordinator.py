@@ -6,14 +6,17 @@ driver; the bytes never pass through it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ray
+from ray.exceptions import RayError
 
-from pipeline.crew import Crew
+from pipeline.call_states import ACTORS, Call, CallState
+from pipeline.crew import Crew, optimizer_name
 from pipeline.messages import Batch, LossSum, StepControl, StepResult
 from pipeline.schedule import Key, Op, Operation, SchedulePlan, build_evaluation, build_snapshot, build_step
 from tiers.shards import FileRecord
@@ -34,6 +37,18 @@ class SubmittedStep:
     """Of tuples of FileRecord, one a layer; empty where no checkpoint was asked for."""
 
 
+class _Submission(NamedTuple):
+    """One graph under way, kept to tell where its calls are."""
+
+    step: int
+    operations: Sequence[Operation]
+    refs: dict[Key, list[Ref]]
+
+
+KEPT_SUBMISSIONS = 3
+"""Two steps are in flight, and updates of the one before may still run."""
+
+
 class Coordinator:
     """Submits steps, evaluations and snapshots. Up to two steps are in flight; the caller bounds them by `result`."""
 
@@ -47,6 +62,7 @@ class Coordinator:
             StepControl(applied=True, applied_steps=applied_steps, lr=0.0, clip_coefficient=1.0)
         )
         self._passes = 0
+        self._recent: deque[_Submission] = deque(maxlen=KEPT_SUBMISSIONS)
 
     def submit(self, step: int, batch: Batch, checkpoint: Path | None = None) -> SubmittedStep:
         """Submit every call of one step and return at once.
@@ -57,7 +73,9 @@ class Coordinator:
             checkpoint: Directory that receives every layer's state after its update.
         """
         submitted = SubmittedStep(step, None, {})
-        for operation in self._step_operations[checkpoint is not None]:
+        operations = self._step_operations[checkpoint is not None]
+        self._recent.append(_Submission(step, operations, submitted.refs))
+        for operation in operations:
             key = operation.key
             after = [ref for needed in operation.after for ref in submitted.refs[needed]]
             after += [ref for needed in operation.after_last for ref in self._last.get(needed, [])]
@@ -87,6 +105,7 @@ class Coordinator:
             # Passes have numbers of their own, below zero, so that they never meet a step's.
             self._passes -= 1
             refs: dict[Key, list[Ref]] = {}
+            self._recent.append(_Submission(self._passes, self._evaluation_operations, refs))
             for operation in self._evaluation_operations:
                 after = [ref for needed in operation.after for ref in refs[needed]]
                 refs[operation.key] = self._call(self._passes, operation, after, batch, None, None)
@@ -98,8 +117,26 @@ class Coordinator:
     def snapshot(self, directory: Path) -> tuple[FileRecord, ...]:
         """Write every layer's state to `directory` between steps; waits for everything in flight first."""
         self.drain()
-        refs = [self._call(0, operation, [], None, directory, None)[0] for operation in build_snapshot(self._plan)]
-        return tuple(record for records in ray.get(refs) for record in records)
+        operations = build_snapshot(self._plan)
+        refs = {operation.key: self._call(0, operation, [], None, directory, None) for operation in operations}
+        self._recent.append(_Submission(0, operations, refs))
+        return tuple(record for (ref,) in refs.values() for record in ray.get(ref))
+
+    def calls(self) -> tuple[Call, ...]:
+        """What has become of the calls submitted last, in the order of their submission. Waits for none of them."""
+        found: list[Call] = []
+        before: int | None = None
+        for step, operations, refs in list(self._recent):
+            for operation in operations:
+                after = [(step, key) for key in operation.after]
+                if before is not None and step > 0:
+                    after += [(before, key) for key in operation.after_last]
+                for part, ref in enumerate(refs.get(operation.key, ())):
+                    kind = ACTORS[operation.key.op]
+                    actor = optimizer_name(part) if kind == "optimizer" else kind
+                    found.append(Call(step, operation.key, actor, _state(ref), tuple(after)))
+            before = step if step > 0 else before
+        return tuple(found)
 
     def _call(
         self,
@@ -150,3 +187,14 @@ class Coordinator:
                 return [prefetcher.store_state.options(name=name).remote(layer, *after)]
             case Op.SNAPSHOT:
                 return [prefetcher.snapshot.options(name=name).remote(layer, directory, *after)]
+
+
+def _state(ref: Ref) -> CallState:
+    ready, _ = ray.wait([ref], timeout=0)
+    if not ready:
+        return CallState.PENDING
+    try:
+        ray.get(ref)
+    except RayError:
+        return CallState.FAILED
+    return CallState.DONE

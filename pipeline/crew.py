@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from pipeline.actor_processes import ActorProcesses
 from pipeline.compute import ComputeActor, ComputeSettings
 from pipeline.families import ModelSpec
 from pipeline.optimizer_pool import OptimizerActor, OptimizerSettings
@@ -35,6 +36,12 @@ START_TIMEOUT_S = 600.0
 
 CLOSE_TIMEOUT_S = 30.0
 """For removing NVMe working files."""
+
+KILL_GRACE_S = 10.0
+"""For processes to end as Ray asks them to."""
+
+END_TIMEOUT_S = 60.0
+"""For the kernel to free what a killed actor held: 100 GiB that are registered with a GPU take some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,8 @@ class Crew:
     prefetcher: Handle
     optimizers: list[Handle]
     compute: Handle
+    processes: ActorProcesses
+    """Of the actors; closed with the crew."""
 
     @classmethod
     def start(
@@ -90,7 +99,7 @@ class Crew:
             )
             started.append(prefetcher)
             optimizers = [
-                _actor(OptimizerActor, f"optimizer-{part}", namespace, threads=1).remote(
+                _actor(OptimizerActor, optimizer_name(part), namespace, threads=1).remote(
                     handle, optimizer, part, settings.optimizer_actors, settings.threads_per_optimizer
                 )
                 for part in range(settings.optimizer_actors)
@@ -101,16 +110,23 @@ class Crew:
             ).remote(spec, handle, compute)
             started.append(worker)
             progress("starting the prefetcher, optimizers and compute")
-            ray.get([actor.__ray_ready__.remote() for actor in started], timeout=START_TIMEOUT_S)
+            names = [
+                "parameter-tier",
+                "prefetcher",
+                *(f"optimizer-{part}" for part in range(len(optimizers))),
+                "compute",
+            ]
+            pids = ray.get([actor.__ray_call__.remote(_pid) for actor in started], timeout=START_TIMEOUT_S)
+            processes = ActorProcesses(dict(zip(names, pids, strict=True)))
         except BaseException:
             _end(started)
             raise
-        return cls(tier, prefetcher, optimizers, worker)
+        return cls(tier, prefetcher, optimizers, worker, processes)
 
     def actors(self) -> dict[str, Handle]:
         """Every actor under the name that the dashboard shows."""
         named = {"parameter-tier": self.tier, "prefetcher": self.prefetcher, "compute": self.compute}
-        return named | {f"optimizer-{part}": actor for part, actor in enumerate(self.optimizers)}
+        return named | {optimizer_name(part): actor for part, actor in enumerate(self.optimizers)}
 
     def __enter__(self) -> Crew:
         return self
@@ -123,6 +139,14 @@ class Crew:
         except (RayActorError, GetTimeoutError):
             logger.warning("the prefetcher did not answer; its NVMe working files are removed at the next start")
         _end(list(self.actors().values()))
+        if remaining := self.processes.wait_until_ended(KILL_GRACE_S, END_TIMEOUT_S):
+            logger.warning("%s did not end within %.0f s of being killed", ", ".join(remaining), END_TIMEOUT_S)
+        self.processes.close()
+
+
+def optimizer_name(part: int) -> str:
+    """Of an optimizer actor in the dashboard and in messages."""
+    return f"optimizer-{part}"
 
 
 def _actor(kind: Any, name: str, namespace: str, *, threads: int, gpu: bool = False) -> Any:
@@ -139,6 +163,10 @@ def _actor(kind: Any, name: str, namespace: str, *, threads: int, gpu: bool = Fa
         max_restarts=0,
         runtime_env={"env_vars": environment},
     )
+
+
+def _pid(actor: object) -> int:
+    return os.getpid()
 
 
 def _end(actors: list[Handle]) -> None:

@@ -24,3 +24,7 @@ class DeviceMemoryError(PipelineError):
 
 class NonFiniteError(PipelineError):
     """Losses or gradients stopped being finite and the run cannot go on."""
+
+
+class ActorLostError(PipelineError):
+    """An actor's process ended although nobody asked it to; what it held in memory is gone."""

@@ -26,8 +26,8 @@ class JsonLines:
             OSError: The file cannot be written.
         """
         make_directory(path.parent)
-        if path.exists():
-            _drop_rows_after(path, resumed_step)
+        self.last_step = _drop_rows_after(path, resumed_step) if path.exists() else None
+        """Of the last row; None where there is none."""
         # Line buffering: a row is handed to the kernel whole, so that readers and a kill never meet half of one.
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._num_bytes = path.stat().st_size
@@ -42,6 +42,7 @@ class JsonLines:
         for row in rows:
             line = json.dumps(row, allow_nan=False) + "\n"
             self._file.write(line)
+            self.last_step = row["step"]
             self._num_bytes += len(line)  # json.dumps writes ASCII
 
     def close(self) -> None:
@@ -63,11 +64,13 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **dict.fromkeys(bad), "non_finite": bad}
 
 
-def _drop_rows_after(path: Path, step: int) -> None:
+def _drop_rows_after(path: Path, step: int) -> int | None:
+    """Keep the rows up to `step`; return the step of the last one."""
     content = path.read_bytes()
-    kept = b"".join(line for line in content.splitlines(keepends=True) if _step_of(line) <= step)
-    if kept != content:
-        replace_file(path, kept)
+    kept = [line for line in content.splitlines(keepends=True) if _step_of(line) <= step]
+    if len(joined := b"".join(kept)) != len(content):
+        replace_file(path, joined)
+    return int(_step_of(kept[-1])) if kept else None
 
 
 def _step_of(line: bytes) -> float:

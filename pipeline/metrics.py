@@ -100,6 +100,10 @@ class EvaluationWriter:
         """Open the file of the run that goes on after `resumed_step`."""
         self._lines = JsonLines(run_dir / "evaluation.jsonl", resumed_step)
 
+    def has(self, step: int) -> bool:
+        """Whether the last row is of `step`."""
+        return self._lines.last_step == step
+
     def write(self, step: int, loss: float, supervised_tokens: int) -> None:
         """Append the loss on held-out data after `step`."""
         self._lines.append(finite({"step": step, "loss": loss, "supervised_tokens": supervised_tokens}))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from pipeline.errors import PipelineError
+from pipeline.call_states import at, lost
+from pipeline.coordinator import Coordinator
+from pipeline.crew import Crew
+from pipeline.errors import ActorLostError, PipelineError
 from tiers.errors import TierError
 from tiers.host_memory import host_headroom
 
@@ -14,29 +17,50 @@ from tiers.host_memory import host_headroom
 def explain(error: BaseException) -> str:
     """One message for the console. Faults that we do not know keep the actor's own traceback: they are our bugs."""
     if isinstance(error, ActorDiedError):
-        return _died(error)
+        return f"an actor could not start: {error}" if error.actor_init_failed else str(error)
     if isinstance(error, RayTaskError):
         cause = error.cause
         known = isinstance(cause, TierError | PipelineError | ValueError | OSError)
         return f"{error.function_name}: {cause}" if known else f"{error.function_name}:\n{error.traceback_str}"
+    if isinstance(error, ActorLostError):
+        return f"{error}\nThe same command goes on from the newest checkpoint."
     return str(error) or type(error).__name__
 
 
-def _died(error: ActorDiedError) -> str:
-    """An actor's process is gone. Ray's text names it; the kernel's reason is a guess that the memory figures help."""
-    text = str(error)
-    if error.actor_init_failed:
-        return f"an actor could not start: {text}"
-    name = _field("name", text) or _field("class_name", text) or error.actor_id
-    headroom = host_headroom()
-    return (
-        f"the actor {name} (process {_field('pid', text) or 'unknown'}) died. Host memory available now: "
-        f"{headroom.available_bytes / 2**30:.1f} GiB (limit: {headroom.limit}). A process killed without a "
-        "word was most often ended by the kernel for want of memory: see `dmesg`, and lower memory.ram_gib. "
-        "The run goes on from its last checkpoint when the same command is given again.\n" + text
+def is_death(error: BaseException) -> bool:
+    """Whether an actor's process ended, as opposed to raising an error: only that is worth another attempt.
+
+    A call that waited for the dead actor's fails with an error that is both RayTaskError and RayActorError.
+    """
+    return isinstance(error, ActorLostError) or (
+        isinstance(error, RayActorError) and not getattr(error, "actor_init_failed", False)
     )
 
 
-def _field(name: str, text: str) -> str | None:
-    match = re.search(rf"^\s*{name}: (.+)$", text, re.MULTILINE)
-    return match.group(1).strip() if match else None
+def loss_of(crew: Crew, coordinator: Coordinator, error: BaseException) -> str:
+    """Which actors died, at which operation and step, with what memory and limits."""
+    calls, dead = coordinator.calls(), crew.processes.dead()
+    if not dead and (pid := re.search(r"^\s*pid: (\d+)$", str(error), re.MULTILINE)):
+        # Ray can be a moment ahead of the kernel's notice.
+        dead = tuple(filter(None, [crew.processes.name_of(int(pid.group(1)))]))
+    if not dead:
+        return f"an actor does not answer any more: {error}"
+    found = []
+    for name in dead:
+        call = lost(calls, name)
+        found.append(f"the actor {name} died {f'at {call}' if call else 'idle'} ({crew.processes.describe(name)})")
+    headroom = host_headroom()
+    detail = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
+    return (
+        f"{'; '.join(found)}. {detail.group(1) + ' ' if detail else ''}Host memory available now: "
+        f"{headroom.available_bytes / 2**30:.1f} GiB (limit: {headroom.limit}). A process killed without a word was "
+        "most often ended by the kernel for want of memory: see `dmesg`, and lower memory.ram_gib."
+    )
+
+
+def actor_states(crew: Crew, coordinator: Coordinator) -> str:
+    """Where every actor is, a line each."""
+    calls = coordinator.calls()
+    return "Actors:" + "".join(
+        f"\n  {name}: {at(calls, name)}; {crew.processes.describe(name)}" for name in crew.actors()
+    )

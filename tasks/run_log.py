@@ -95,6 +95,10 @@ class RunLog:
         self._gauges.step(metrics)
         self._events.write(progress.step, spans)
 
+    def evaluated(self, step: int) -> bool:
+        """Whether the evaluation after `step` is accounted for, maybe by the run that was resumed."""
+        return self._evaluations.has(step)
+
     def evaluation(self, step: int, loss: float, supervised_tokens: int) -> None:
         """Account for an evaluation; its time counts to no step."""
         self._evaluations.write(step, loss, supervised_tokens)

@@ -2,45 +2,40 @@
 
 Inside a Ray job, or with RAY_ADDRESS, it joins that cluster; otherwise it starts an embedded Ray for itself.
 
+A lost actor is replaced and the run goes on from its newest checkpoint, `run.max_recoveries` times. After anything else
+(the driver killed, Ray or the machine gone) the same command goes on from there.
+
 Exit status: 0 trained; 1 the run failed; 2 the recipe, model, data or machine was refused and nothing was changed;
-3 stopped by a signal after a checkpoint, to be gone on with.
+3 stopped by SIGTERM (`ray job stop`) or SIGINT after a checkpoint of the last finished step, to be gone on with; 130
+ended at once by a second such signal. Ray ends a job that is still saving when the grace period of the head is over
+(RAY_JOB_STOP_WAIT_TIME_S, which `cluster.head up` raises): the checkpoint before is whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import ray
 from ray.exceptions import RayError
 
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.join import connect, require_resources
-from pipeline.coordinator import Coordinator
-from pipeline.crew import Crew
 from pipeline.errors import PipelineError
-from pipeline.families.flops import model_flops_per_token
-from pipeline.messages import Batch
-from pipeline.recipe import Recipe, load_recipe, recipe_toml
-from tasks.checkpointing import Checkpoints, Progress
-from tasks.data.loader import BatchLoader, eval_batches
+from pipeline.recipe import load_recipe, recipe_toml
+from tasks.attempt import Launch
 from tasks.failure import explain
-from tasks.filling import fill
-from tasks.preparation import Data, Preparation, open_data, prepare
-from tasks.resume import ResumePoint, find_resume_point
+from tasks.preparation import open_data, prepare
+from tasks.recovery import run_with_recoveries
+from tasks.resume import find_resume_point
 from tasks.run_directory import RunDirectory
-from tasks.run_log import RunFacts, RunLog
 from tasks.stop_signals import StopSignals
-from tasks.training import Ending, Training
+from tasks.training import Ending
 from tiers.errors import TierError
-from tiers.layout import ArenaMap
 
 TRAINED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
@@ -69,17 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _train(launch, options.address)
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """A recipe that passed every check."""
-
-    preparation: Preparation
-    data: Data
-    resume: ResumePoint | None
-    directory: RunDirectory
-
-
-def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> _Launch:
+def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
     """Refuse what cannot be trained; nothing but the data cache is written."""
     say = partial(print, flush=True)
     recipe = load_recipe(options.recipe, options.overrides)
@@ -87,12 +72,12 @@ def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> _Launch:
     resume = find_resume_point(recipe, say)
     directory = held.enter_context(RunDirectory(recipe.run.dir))
     data = open_data(recipe, preparation.spec, say)
-    launch = _Launch(preparation, data, resume, directory)
+    launch = Launch(preparation, data, resume, directory)
     _announce(launch)
     return launch
 
 
-def _announce(launch: _Launch) -> None:
+def _announce(launch: Launch) -> None:
     """Show what is about to happen."""
     preparation, data, resume = launch.preparation, launch.data, launch.resume
     recipe, model = preparation.recipe, preparation.placement.tier.model
@@ -110,7 +95,7 @@ def _announce(launch: _Launch) -> None:
     print(f"run: {recipe.run.dir}, {start}", flush=True)
 
 
-def _train(launch: _Launch, address: str | None) -> int:
+def _train(launch: Launch, address: str | None) -> int:
     """Run a vetted recipe to its end, and say how it ended."""
     say = partial(print, flush=True)
     try:
@@ -121,72 +106,11 @@ def _train(launch: _Launch, address: str | None) -> int:
                 require_resources({"GPU": 1}, RESOURCE_TIMEOUT_S)
             # After Ray's own handlers, which would end the process at once.
             with StopSignals() as signals:
-                ending = _run(launch, signals)
+                ending = run_with_recoveries(launch, signals, say)
     except (RayError, PipelineError, TierError, ClusterError, OSError) as error:
         print(f"train: failed: {explain(error)}", file=sys.stderr, flush=True)
         return FAILED
     return TRAINED if ending is Ending.TRAINED else STOPPED
-
-
-def _run(launch: _Launch, signals: StopSignals) -> Ending:
-    preparation, data, resume = launch.preparation, launch.data, launch.resume
-    recipe, placement = preparation.recipe, preparation.placement
-    model, progress = placement.tier.model, resume.progress if resume else Progress()
-    namespace = f"megatrain-{recipe.run.name}-{ray.get_runtime_context().get_job_id()}"
-    facts = RunFacts(
-        flops_per_token=model_flops_per_token(preparation.spec, recipe.train.sequence_length),
-        arena_bytes=ArenaMap.of(placement.tier).total_bytes,
-    )
-    say = partial(print, flush=True)
-    with (
-        Crew.start(
-            preparation.spec,
-            placement.tier,
-            preparation.compute,
-            preparation.optimizer,
-            preparation.crew,
-            namespace,
-            say,
-        ) as crew,
-        BatchLoader(
-            data.training,
-            sequences_per_step=recipe.train.sequences_per_step,
-            micro_batch=recipe.train.micro_batch,
-            position=progress.position,
-        ) as loader,
-        RunLog(recipe, crew, facts, progress.step) as log,
-    ):
-        fill(crew, model, recipe, resume.directory if resume else None, say)
-        training = Training(
-            recipe=recipe,
-            coordinator=Coordinator(crew, placement.schedule, applied_steps=progress.applied_steps),
-            loader=loader,
-            held_out=_evaluation(recipe, data),
-            checkpoints=Checkpoints(recipe, model, progress.step if resume else -1),
-            log=log,
-            progress=progress,
-            stop_requested=signals.requested,
-        )
-        ending = training.run()
-        step = training.progress.step
-        say(
-            f"trained {step} steps; export with: python -m tasks.export_hf {recipe.run.dir} OUT"
-            if ending is Ending.TRAINED
-            else f"stopped after step {step}; the same command goes on from its checkpoint"
-        )
-        return ending
-
-
-def _evaluation(recipe: Recipe, data: Data) -> Callable[[], Iterator[Batch]] | None:
-    """Batches of an evaluation: the same every time, as many as the recipe asks for."""
-    if data.held_out is None:
-        return None
-    micro_batches = recipe.train.micro_batches
-    batches = partial(eval_batches, data.held_out, recipe.train.micro_batch, micro_batches)
-    if recipe.eval.sequences is None:
-        return batches
-    passes = -(-recipe.eval.sequences // recipe.train.sequences_per_step)
-    return lambda: itertools.islice(batches(), passes)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pipeline.recipe import Recipe
 from tasks.checkpointing import Checkpoints, Progress
 from tasks.data.loader import BatchLoader, StepBatch
 from tasks.run_log import RunLog
+from tasks.vigil import Vigil
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class Training:
     log: RunLog
     progress: Progress
     stop_requested: Callable[[], bool]
+    require_alive: Callable[[], None]
+    """Raises ActorLostError where an actor is gone, also one that no call of the step waited for."""
+    vigil: Vigil
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _skipped_in_a_row: int = 0
 
@@ -69,7 +73,9 @@ class Training:
             RayError: An actor failed or died.
         """
         steps, next_step = self.recipe.train.steps, self.progress.step + 1
-        if self.progress.step == 0:
+        # A run that died between a checkpoint and its evaluation still owes it.
+        at_evaluation = self.progress.step == 0 or self._evaluation_follows(self.progress.step)
+        if at_evaluation and not self.log.evaluated(self.progress.step):
             self._evaluate()
         while True:
             may_submit = next_step <= steps and not self.stop_requested() and not self._evaluation_is_near()
@@ -80,15 +86,20 @@ class Training:
                 self._finish(self._in_flight.popleft())
             else:
                 break
-        self.checkpoints.write_now(self.coordinator, self.progress)
+        with self.vigil.over("last checkpoint"):
+            self.checkpoints.write_now(self.coordinator, self.progress)
         return Ending.TRAINED if self.progress.step >= steps else Ending.STOPPED
 
     def _submit(self, step: int) -> None:
-        batch = self.loader.next()
+        with self.vigil.over("data"):
+            batch = self.loader.next()
         if batch.batch.supervised_tokens == 0:
             self._in_flight.append(_InFlight(step, batch, None))
             return
-        directory = self.checkpoints.begin(step) if self.checkpoints.due(step) else None
+        directory = None
+        if self.checkpoints.due(step):
+            with self.vigil.over("checkpoint before"):
+                directory = self.checkpoints.begin(step)
         submitted = self.coordinator.submit(step, batch.batch, directory)
         if directory is not None:
             self.checkpoints.submitted(submitted.snapshots)
@@ -96,10 +107,12 @@ class Training:
 
     def _finish(self, oldest: _InFlight) -> None:
         """Wait for the oldest step and account for it."""
-        result = self.coordinator.wait(oldest.submitted) if oldest.submitted else None
-        applied = result is not None and result.control.applied
-        self.progress = self.progress.after(oldest.step, oldest.batch.position_after, applied=applied)
-        self.log.step(self.progress, oldest.batch, oldest.submitted, result)
+        with self.vigil.over("step"):
+            result = self.coordinator.wait(oldest.submitted) if oldest.submitted else None
+            self.require_alive()
+            applied = result is not None and result.control.applied
+            self.progress = self.progress.after(oldest.step, oldest.batch.position_after, applied=applied)
+            self.log.step(self.progress, oldest.batch, oldest.submitted, result)
         if result is not None:
             self._stop_if_not_finite(oldest.step, result)
         self.checkpoints.reached(self.progress)
@@ -138,6 +151,7 @@ class Training:
     def _evaluate(self) -> None:
         if self.held_out is None or not self.recipe.eval.every_steps:
             return
-        total = self.coordinator.evaluate(self.held_out())
+        with self.vigil.over("evaluation"):
+            total = self.coordinator.evaluate(self.held_out())
         loss = total.loss_sum / total.supervised_tokens if total.supervised_tokens else math.nan
         self.log.evaluation(self.progress.step, loss, total.supervised_tokens)

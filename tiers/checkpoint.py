@@ -30,7 +30,7 @@ PARTIAL = ".partial"
 REPLACED = ".replaced"
 """The complete checkpoint that had this step's name, for the moment between two renames."""
 ASIDE = ".aside"
-"""What had this step's name and is no checkpoint: kept, for it may be the user's."""
+"""What had this step's name and is no checkpoint, or one that the run went back behind: kept, it is the user's."""
 METADATA_BYTES = 1 << 20
 """Room for `zarr.json` files and the manifest beside the shards."""
 
@@ -121,12 +121,8 @@ class CheckpointWriter:
             if replaced.exists():
                 shutil.rmtree(replaced)
             return self._target.rename(replaced)
-        for number in range(1000):
-            aside = self._target.with_name(f"{self._target.name}{ASIDE}-{number}")
-            if not aside.exists():
-                logger.warning("%s is no complete checkpoint; moved to %s", self._target, self._target.rename(aside))
-                return None
-        raise CheckpointError(f"{self._target} is in the way, and so are {aside} and those before it; remove them")
+        logger.warning("%s is no complete checkpoint; moved to %s", self._target, _set_aside(self._target))
+        return None
 
 
 def begin(run_dir: Path, step: int, model: ModelLayout) -> CheckpointWriter:
@@ -193,6 +189,26 @@ def prune(run_dir: Path, *, keep_last: int, keep_every: int = 0) -> tuple[Path, 
         partial = path if path.suffix == PARTIAL else path.rename(path.with_name(f"{path.stem}{PARTIAL}"))
         shutil.rmtree(partial)
     return tuple(doomed)
+
+
+def set_aside_after(run_dir: Path, step: int) -> tuple[Path, ...]:
+    """Rename the checkpoints of later steps, for a run that goes back to `step`: it will write those steps anew.
+
+    Otherwise a later resume would take them for the newest, and pruning would remove the new ones.
+
+    Returns:
+        Their new names; they are neither resumed from nor pruned.
+    """
+    later = [path for found, path in _steps(run_dir) if found > step and path.suffix != PARTIAL]
+    return tuple(map(_set_aside, later))
+
+
+def _set_aside(path: Path) -> Path:
+    for number in range(1000):
+        aside = path.with_name(f"{path.name}{ASIDE}-{number}")
+        if not aside.exists():
+            return path.rename(aside)
+    raise CheckpointError(f"{path} is in the way, and so are {aside} and those before it; remove them")
 
 
 def _steps(run_dir: Path) -> list[tuple[int, Path]]:

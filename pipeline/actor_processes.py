@@ -1,0 +1,125 @@
+"""The processes of a run's actors, watched by the driver: which are gone, what they hold, what they are doing.
+
+A death shows here at once also for an actor that nothing waits for. A process is held by a descriptor (pidfd), so that
+a number the kernel hands out again is never taken for the actor.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+GIB = 1 << 30
+
+
+@dataclass
+class _Watched:
+    pid: int
+    descriptor: int
+    process: psutil.Process
+    resident_bytes: int = 0
+    """When last looked at; of a dead process all that is left to tell."""
+
+
+class ActorProcesses:
+    """Belongs to the crew, which closes it. Not thread-safe but for `describe`."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        """Start to watch.
+
+        Args:
+            pids: Process of each actor, by the actor's name.
+
+        Raises:
+            ProcessLookupError, psutil.NoSuchProcess: One is gone already.
+        """
+        self._driver = psutil.Process()
+        self._watched: dict[str, _Watched] = {}
+        for name, pid in pids.items():
+            self._watched[name] = _Watched(pid, os.pidfd_open(pid), psutil.Process(pid))
+
+    def dead(self) -> tuple[str, ...]:
+        """Names of the actors whose processes have ended."""
+        return tuple(name for name, watched in self._watched.items() if _ended(watched, 0.0))
+
+    def private_bytes(self) -> int:
+        """Resident memory of driver and actors that is not shared: the arena's pages are counted once, elsewhere."""
+        total = _private_bytes(self._driver.memory_info())
+        for watched in self._watched.values():
+            try:
+                memory = watched.process.memory_info()
+            except psutil.Error:
+                continue  # gone; who waits for it, or `dead`, tells
+            watched.resident_bytes = memory.rss
+            total += _private_bytes(memory)
+        return total
+
+    def describe(self, name: str) -> str:
+        """Process number, memory and state of an actor, in words."""
+        watched = self._watched.get(name)
+        if watched is None:
+            return "process unknown"
+        if _ended(watched, 0.0):
+            return f"process {watched.pid}, ended; held {watched.resident_bytes / GIB:.2f} GiB when last looked at"
+        try:
+            with watched.process.oneshot():
+                memory, state = watched.process.memory_info().rss, watched.process.status()
+                times = watched.process.cpu_times()
+        except psutil.Error:
+            return f"process {watched.pid}, just ended"
+        cpu_s = times.user + times.system
+        return f"process {watched.pid}, {state}, {cpu_s:.0f} s of CPU time, {memory / GIB:.2f} GiB resident"
+
+    def name_of(self, pid: int) -> str | None:
+        """The actor that runs, or ran, in a process."""
+        return next((name for name, watched in self._watched.items() if watched.pid == pid), None)
+
+    def wait_until_ended(self, grace_s: float, timeout_s: float) -> tuple[str, ...]:
+        """Wait until all have ended, for only then is their memory free again.
+
+        Args:
+            grace_s: What Ray's kill is given. It asks the process itself, which one that is stopped or stuck does not
+                hear: what is left then is killed by the kernel.
+            timeout_s: What the kernel is given after that.
+
+        Returns:
+            Names of those that are still there.
+        """
+        if remaining := self._not_ended(grace_s):
+            for watched in remaining.values():
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(watched.descriptor, signal.SIGKILL)
+        return tuple(self._not_ended(timeout_s))
+
+    def _not_ended(self, timeout_s: float) -> dict[str, _Watched]:
+        deadline_s = time.monotonic() + timeout_s
+        return {
+            name: watched
+            for name, watched in self._watched.items()
+            if not _ended(watched, max(0.0, deadline_s - time.monotonic()))
+        }
+
+    def close(self) -> None:
+        """Give up the descriptors."""
+        for watched in self._watched.values():
+            os.close(watched.descriptor)
+        self._watched.clear()
+
+
+def _ended(watched: _Watched, timeout_s: float) -> bool:
+    """A pidfd becomes readable when its process ends."""
+    poll = select.poll()
+    poll.register(watched.descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _private_bytes(memory: Any) -> int:
+    return int(memory.rss - memory.shared)

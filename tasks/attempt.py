@@ -1,0 +1,127 @@
+"""One attempt at a run: start the actors, fill them, train; where an actor is lost, say which, where and with what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import ray
+
+from pipeline.coordinator import Coordinator
+from pipeline.crew import Crew
+from pipeline.errors import ActorLostError
+from pipeline.families.flops import model_flops_per_token
+from pipeline.messages import Batch
+from pipeline.recipe import Recipe
+from tasks.checkpointing import Checkpoints, Progress
+from tasks.data.loader import BatchLoader, eval_batches
+from tasks.failure import actor_states, is_death, loss_of
+from tasks.filling import fill
+from tasks.preparation import Data, Preparation
+from tasks.resume import ResumePoint
+from tasks.run_directory import RunDirectory
+from tasks.run_log import RunFacts, RunLog
+from tasks.stop_signals import StopSignals
+from tasks.training import Ending, Training
+from tasks.vigil import Vigil
+from tiers.layout import ArenaMap
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recipe that passed every check."""
+
+    preparation: Preparation
+    data: Data
+    resume: ResumePoint | None
+    directory: RunDirectory
+
+
+def attempt(
+    launch: Launch, resume: ResumePoint | None, number: int, signals: StopSignals, say: Callable[[str], None]
+) -> Ending:
+    """Train from `resume` to the end with actors of this attempt's own; they are gone when it returns or raises.
+
+    Args:
+        launch: The run.
+        resume: Checkpoint to restore; None for the first values.
+        number: Of the attempt, from 0.
+        signals: That may stop it.
+        say: Shows a line.
+
+    Raises:
+        ActorLostError: An actor died: what was in memory is lost, and the partial checkpoint is removed.
+        RayError, PipelineError, TierError, OSError: The run failed; another attempt would fail alike.
+    """
+    preparation, data = launch.preparation, launch.data
+    recipe, placement = preparation.recipe, preparation.placement
+    model, progress = placement.tier.model, resume.progress if resume else Progress()
+    checkpoints = Checkpoints(recipe, model, progress.step if resume else -1)
+    namespace = f"megatrain-{recipe.run.name}-{ray.get_runtime_context().get_job_id()}-{number}"
+    settings = preparation.compute, preparation.optimizer, preparation.crew
+    with ExitStack() as held:
+        # Last of all, when no actor writes to it any more.
+        held.callback(checkpoints.abandon)
+        try:
+            crew = held.enter_context(Crew.start(preparation.spec, placement.tier, *settings, namespace, say))
+        except ray.exceptions.RayActorError as error:
+            if is_death(error):
+                raise ActorLostError(f"an actor died while the actors were starting: {error}") from error
+            raise
+        coordinator = Coordinator(crew, placement.schedule, applied_steps=progress.applied_steps)
+        try:
+            fill(crew, model, recipe, resume.directory if resume else None, say)
+            loader = BatchLoader(
+                data.training,
+                sequences_per_step=recipe.train.sequences_per_step,
+                micro_batch=recipe.train.micro_batch,
+                position=progress.position,
+            )
+            facts = RunFacts(
+                flops_per_token=model_flops_per_token(preparation.spec, recipe.train.sequence_length),
+                arena_bytes=ArenaMap.of(placement.tier).total_bytes,
+            )
+            training = Training(
+                recipe=recipe,
+                coordinator=coordinator,
+                loader=held.enter_context(loader),
+                held_out=_evaluation(recipe, data),
+                checkpoints=checkpoints,
+                log=held.enter_context(RunLog(recipe, crew, facts, progress.step)),
+                progress=progress,
+                stop_requested=signals.requested,
+                require_alive=partial(_require_alive, crew),
+                vigil=held.enter_context(Vigil(partial(actor_states, crew, coordinator))),
+            )
+            ending = training.run()
+        except (ray.exceptions.RayError, ActorLostError) as error:
+            if is_death(error):
+                raise ActorLostError(loss_of(crew, coordinator, error)) from error
+            raise
+    step = training.progress.step
+    say(
+        f"trained {step} steps; export with: python -m tasks.export_hf {recipe.run.dir} OUT"
+        if ending is Ending.TRAINED
+        else f"stopped after step {step}; the same command goes on from its checkpoint"
+    )
+    return ending
+
+
+def _require_alive(crew: Crew) -> None:
+    if names := crew.processes.dead():
+        raise ActorLostError(f"gone: {', '.join(names)}")
+
+
+def _evaluation(recipe: Recipe, data: Data) -> Callable[[], Iterator[Batch]] | None:
+    """Batches of an evaluation: the same every time, as many as the recipe asks for."""
+    if data.held_out is None:
+        return None
+    micro_batches = recipe.train.micro_batches
+    batches = partial(eval_batches, data.held_out, recipe.train.micro_batch, micro_batches)
+    if recipe.eval.sequences is None:
+        return batches
+    passes = -(-recipe.eval.sequences // recipe.train.sequences_per_step)
+    return lambda: itertools.islice(batches(), passes)
