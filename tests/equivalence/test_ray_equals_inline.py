@@ -1,0 +1,96 @@
+"""The Ray actors, with two steps in flight, leave the bits that the same parts leave when called one after another.
+
+Two checkpoints are compared: one whose snapshots are taken while two more steps run, and one of the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from pipeline.coordinator import Coordinator, SubmittedStep
+from pipeline.crew import Crew, CrewSettings
+from pipeline.messages import StepResult
+from support.inline import Case, inline_run
+from support.stores import saved_facts
+from support.tiny import random_batch, tiny_config
+from tasks.stored_model import StoredModel
+from tiers.checkpoint import CheckpointWriter, begin
+from tiers.layout import ModelLayout, Precision
+from tiers.shards import FileRecord
+
+STEPS, SNAPSHOT_STEP = 10, 8
+LAYERS = tuple(range(7))
+BATCHES = [random_batch(step, packed=True) for step in range(1, STEPS + 1)]
+
+Weights = dict[str, torch.Tensor]
+Outcome = tuple[list[StepResult], Weights, Weights]
+"""Results of the steps, the master after SNAPSHOT_STEP and at the end."""
+
+
+def inline_outcome(case: Case) -> Outcome:
+    with inline_run(case) as run:
+        results = run.train(BATCHES[:SNAPSHOT_STEP])
+        middle = run.weights()
+        results += [run.step(step, BATCHES[step - 1]) for step in range(SNAPSHOT_STEP + 1, STEPS + 1)]
+        return results, middle, run.weights()
+
+
+def ray_outcome(case: Case, directory: Path) -> Outcome:
+    tier_plan, schedule = case.plans()
+    settings = CrewSettings(case.optimizer_actors, case.threads, 2, None, case.nvme_dir)
+    compute, optimizer = case.compute_settings(), case.optimizer_settings()
+    with Crew.start(case.spec(), tier_plan, compute, optimizer, settings, "equivalence") as crew:
+        ray.get([crew.prefetcher.initialise.remote(layer, 1) for layer in range(schedule.num_layers)])
+        coordinator = Coordinator(crew, schedule, applied_steps=0)
+        writer = begin(directory, SNAPSHOT_STEP, tier_plan.model)
+        results: list[StepResult] = []
+        in_flight: deque[SubmittedStep] = deque()
+        for step, batch in enumerate(BATCHES, 1):
+            if len(in_flight) == 2:
+                results.append(coordinator.wait(in_flight.popleft()))
+            in_flight.append(coordinator.submit(step, batch, writer.directory if step == SNAPSHOT_STEP else None))
+            if step == SNAPSHOT_STEP:
+                snapshots = in_flight[-1].snapshots
+        results += [coordinator.wait(submitted) for submitted in in_flight]
+        middle = published(writer, [record for records in ray.get(snapshots) for record in records], tier_plan.model)
+        writer = begin(directory, STEPS, tier_plan.model)
+        return results, middle, published(writer, coordinator.snapshot(writer.directory), tier_plan.model)
+
+
+def published(
+    writer: CheckpointWriter, records: list[FileRecord] | tuple[FileRecord, ...], model: ModelLayout
+) -> Weights:
+    """The master of a checkpoint, read by plain zarr."""
+    stored = StoredModel.open(writer.publish(records, saved_facts(model, STEPS)))
+    return {tensor.name: stored.read(tensor, torch.float32) for tensor in stored.tensors}
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize(
+    ("precision", "max_grad_norm", "nvme"),
+    [(Precision.FP32, 0.5, False), (Precision.BF16, None, True), (Precision.BF16, 0.5, True)],
+    ids=["fp32-clipped", "bf16-unclipped-nvme", "bf16-clipped-nvme"],
+)
+def test_actors_with_two_steps_in_flight_leave_the_inline_runs_bits(
+    precision: Precision, max_grad_norm: float | None, nvme: bool, tmp_path: Path
+) -> None:
+    case = Case(tiny_config("qwen3"), precision, max_grad_norm)
+    spread = replace(case, optimizer_actors=2)
+    if nvme:
+        spread = replace(spread, state_on_nvme=LAYERS, weights_on_nvme=LAYERS[:-1], nvme_dir=tmp_path)
+    results, middle, end = ray_outcome(spread, tmp_path / "run")
+    wanted_results, wanted_middle, wanted_end = inline_outcome(case)
+    assert results == wanted_results
+    for what, got, wanted in (("middle", middle, wanted_middle), ("end", end, wanted_end)):
+        assert got.keys() == wanted.keys()
+        apart = [
+            name for name in wanted if not torch.equal(got[name].view(torch.int32), wanted[name].view(torch.int32))
+        ]
+        assert not apart, f"{what}: {apart} differ"
