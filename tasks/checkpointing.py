@@ -69,12 +69,17 @@ class Checkpoints:
         every = self._recipe.checkpoint.every_steps
         return step == self._recipe.train.steps or bool(every and step % every == 0)
 
+    def can_begin(self) -> bool:
+        """Whether another checkpoint may begin: the step of the one at work, if any, is over."""
+        return self._pending is None or self._pending.progress is not None
+
     def begin(self, step: int) -> Path:
-        """Start the checkpoint of a step; an earlier one that is still being written is waited for.
+        """Start the checkpoint of a step, once `can_begin`; an earlier one that is still being written is waited for.
 
         Raises:
             CheckpointError: The disk has no room for it.
         """
+        assert self.can_begin(), f"the checkpoint before step {step} would never be published"
         self.collect(wait=True)
         writer = begin(self._recipe.run.dir, step, self._model)
         self._pending = _Pending(step, writer, [])

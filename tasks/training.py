@@ -78,7 +78,7 @@ class Training:
         if at_evaluation and not self.log.evaluated(self.progress.step):
             self._evaluate()
         while True:
-            may_submit = next_step <= steps and not self.stop_requested() and not self._evaluation_is_near()
+            may_submit = next_step <= steps and not self.stop_requested() and not self._must_wait_before(next_step)
             if may_submit and len(self._in_flight) < STEPS_IN_FLIGHT:
                 self._submit(next_step)
                 next_step += 1
@@ -144,9 +144,14 @@ class Training:
         every = self.recipe.eval.every_steps
         return bool(every and (step % every == 0 or step == self.recipe.train.steps))
 
-    def _evaluation_is_near(self) -> bool:
-        """An evaluation measures the weights of its step: no later step may be submitted before it."""
-        return any(self._evaluation_follows(waiting.step) for waiting in self._in_flight)
+    def _must_wait_before(self, step: int) -> bool:
+        """Whether a step in flight has to end first.
+
+        An evaluation measures the weights of its step, and a checkpoint says how far its step came, before the next
+        checkpoint begins.
+        """
+        evaluation_is_near = any(self._evaluation_follows(waiting.step) for waiting in self._in_flight)
+        return evaluation_is_near or (self.checkpoints.due(step) and not self.checkpoints.can_begin())
 
     def _evaluate(self) -> None:
         if self.held_out is None or not self.recipe.eval.every_steps:
