@@ -75,7 +75,7 @@ class ModelSection(Section):
     """`[model]`: pretrained weights, or a configuration to start from random ones. Exactly one of the two."""
 
     source: Place | None = None
-    """Hugging Face model directory: config.json and safetensors."""
+    """Hugging Face model directory: config.json and safetensors; or a store that `tasks.import_hf` made of one."""
     config: Place | dict[str, JsonValue] | None = None
     """Path to a config.json, or the same as a table `[model.config]`; the weights start random."""
 

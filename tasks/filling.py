@@ -11,6 +11,7 @@ import ray
 from pipeline.crew import Crew
 from pipeline.metrics import shown_duration
 from pipeline.recipe import Recipe
+from tasks.model_source import imported_checkpoint
 from tiers.layout import ModelLayout
 
 SAY_EVERY_S = 5.0
@@ -30,9 +31,13 @@ def fill(crew: Crew, model: ModelLayout, recipe: Recipe, checkpoint: Path | None
         RayTaskError: A layer could not be read; its cause says which file and why.
     """
     prefetcher, source = crew.prefetcher, recipe.model.source
+    imported = imported_checkpoint(source) if source is not None else None
     if checkpoint is not None:
         what = f"restoring {checkpoint.name}"
         pending = [prefetcher.restore.remote(layer.index, checkpoint) for layer in model.layers]
+    elif imported is not None:
+        what = f"reading {source}"
+        pending = [prefetcher.restore.remote(layer.index, imported) for layer in model.layers]
     elif source is not None:
         what = f"importing {source}"
         pending = [prefetcher.import_safetensors.remote(layer.index, source) for layer in model.layers]

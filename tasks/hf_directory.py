@@ -27,8 +27,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_NAME = "lm_head.weight"
 """Of every supported family."""
 
-_CONFIG = "config.json"
-_TOKENIZER_FILES = (
+CONFIG = "config.json"
+TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
@@ -38,7 +38,7 @@ _TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
 )
-_GENERATION_FILES = ("generation_config.json",)
+GENERATION_FILES = ("generation_config.json",)
 _OTHER_BYTES = 64 << 20
 """Room for config and tokenizer files."""
 
@@ -91,7 +91,7 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Path:
     try:
         _write_shards(model, partial, tensors, shards, dtype)
         written = config | _config_changes(config, dtype, tied=model.tied and not settings.untie)
-        (partial / _CONFIG).write_text(json.dumps(written, indent=2) + "\n")
+        (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
         _copy_companions(recipe, partial)
         for path in partial.iterdir():
             path.chmod(0o644)
@@ -129,7 +129,7 @@ def source_config(recipe: Recipe) -> dict[str, object]:
     if isinstance(origin, dict):
         return dict(origin)
     assert origin is not None, "a recipe has a source or a config"
-    path = origin / _CONFIG if origin.is_dir() or recipe.model.source is not None else origin
+    path = origin / CONFIG if origin.is_dir() or recipe.model.source is not None else origin
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -197,9 +197,12 @@ def _copy_companions(recipe: Recipe, directory: Path) -> None:
     """Copy tokenizer files, from where the data's tokenizer came or else the source, and generation settings."""
     source = recipe.model.source
     tokenizer = recipe.data.tokenizer if isinstance(recipe.data.tokenizer, Path) else source
-    for origin, patterns in ((tokenizer, _TOKENIZER_FILES), (source, _GENERATION_FILES)):
-        for pattern in patterns if origin is not None else ():
-            assert origin is not None
-            for path in sorted(origin.glob(pattern)):
-                if path.is_file():
-                    shutil.copyfile(path, directory / path.name)
+    for origin, patterns in ((tokenizer, TOKENIZER_FILES), (source, GENERATION_FILES)):
+        for path in companion_files(origin, patterns) if origin is not None else ():
+            shutil.copyfile(path, directory / path.name)
+
+
+def companion_files(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files of a model directory beside its tensors, by patterns of their names."""
+    found = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    return sorted(found)

@@ -20,7 +20,7 @@ from pipeline.recipe import Recipe
 from pipeline.recipe_placement import MachineMemory, budget_of, request_of, spec_of
 from tasks.data.dataset import PackedDataset, open_dataset
 from tasks.data.settings import DataSettings
-from tiers.safetensors_source import SafetensorsSource
+from tasks.model_source import check_source
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def prepare(recipe: Recipe) -> Preparation:
     """Vet the model and place it on this machine.
 
     Raises:
-        UnsupportedModelError, ShardError, ImportedTensorError: The model cannot be read or trained.
+        UnsupportedModelError, ShardError, ImportedTensorError, CheckpointError: The model cannot be read or trained.
         PlacementError, DeviceUnavailableError: It does not fit this machine.
     """
     spec = spec_of(recipe)
@@ -48,7 +48,7 @@ def prepare(recipe: Recipe) -> Preparation:
     actors, threads = optimizer_shape(recipe, machine.cores)
     request = request_of(recipe, spec, cuda=machine.cuda, optimizer_actors=actors)
     if recipe.model.source is not None:
-        SafetensorsSource(recipe.model.source, request.model)
+        check_source(recipe.model.source, request.model, recipe.run.dir)
     placement = place(request, budget_of(recipe, machine, request.processes))
     preflight(
         placement,
