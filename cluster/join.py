@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _REMOVE_S = 5.0
+_KNOCK_S = 5.0
 _PREFIX = "mt-"
 
 
@@ -64,8 +66,9 @@ def connect(
             yield connection
         return
     try:
+        _knock(address)
         context = ray.init(address=address, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise ClusterError(
             f"no Ray head could be joined at {address}: {error}. Start one with `python -m cluster.head up` and take "
             "its variables from `python -m cluster.head env`, or unset RAY_ADDRESS to run without one"
@@ -150,6 +153,14 @@ def _lacks(needed: Mapping[str, float], present: Mapping[str, float]) -> bool:
 def _amounts(needed: Mapping[str, float], present: Mapping[str, float] | None = None) -> str:
     amounts = needed if present is None else {name: present.get(name, 0.0) for name in needed}
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nothing listens: `ray.init` would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        with socket.create_connection((host, int(port)), timeout=_KNOCK_S):
+            pass
 
 
 def _gcs_address() -> str:

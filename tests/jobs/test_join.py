@@ -1,0 +1,95 @@
+"""A driver without a head gets a Ray of its own that leaves nothing behind; one that asks for too much is told so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ClusterRefusedError
+from cluster.join import require_resources
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.ray
+
+TWICE = """
+import os, sys
+import ray
+from pathlib import Path
+from cluster.join import connect
+
+@ray.remote
+def seen():
+    return os.environ["RAY_memory_monitor_refresh_ms"], os.nice(0)
+
+for _ in range(2):
+    with connect(num_cpus=1) as connection:
+        assert connection.embedded and connection.dashboard_url is None
+        assert ray.get(seen.remote()) == ("0", os.nice(0))
+        (session,) = Path(os.environ["TMPDIR"]).glob("mt-*")
+        assert (session / "token").stat().st_mode & 0o777 == 0o600
+assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+print("both ran")
+"""
+
+
+@pytest.fixture
+def temp() -> Iterator[Path]:
+    """A temporary directory with a short name, for Ray's sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="j-") as name:
+        yield Path(name)
+
+
+def test_embedded_rays_one_after_another_leave_no_file(temp: Path, tmp_path: Path) -> None:
+    home = tmp_path  # fresh, so that a token left there would show
+    stale = temp / "mt-4194305-x"  # above the highest pid that Linux gives
+    stale.mkdir()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environ |= {"TMPDIR": str(temp), "HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(
+        [sys.executable, "-c", TWICE], env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "both ran" in ran.stdout, ran.stderr
+    assert list(temp.iterdir()) == []
+    assert not (home / ".ray" / "auth_token").exists()
+
+
+def test_more_than_the_cluster_has_is_refused_at_once_with_both_amounts(ray_local: None) -> None:
+    with pytest.raises(ClusterRefusedError, match="needs 2 GPU and this Ray has 0 GPU in all"):
+        require_resources({"GPU": 2}, timeout_s=600)
+
+
+def test_what_another_job_holds_is_waited_for_and_then_refused(ray_local: None) -> None:
+    import ray
+
+    @ray.remote(num_cpus=3)
+    class Holder:
+        def ready(self) -> bool:
+            return True
+
+    holder = Holder.remote()
+    assert ray.get(holder.ready.remote())
+    require_resources({"CPU": 1}, timeout_s=10)
+    with pytest.raises(ClusterRefusedError, match=r"needs 3 CPU; of 4 CPU only 1 CPU were free within 0 s"):
+        require_resources({"CPU": 3}, timeout_s=0)
+    ray.kill(holder)
+    require_resources({"CPU": 3}, timeout_s=30)
+
+
+def test_an_address_where_no_head_answers_is_an_error_that_says_what_to_start() -> None:
+    program = (
+        "from cluster.join import connect\nfrom cluster.errors import ClusterError\n"
+        "try:\n    with connect('127.0.0.1:1'): pass\nexcept ClusterError as error: print(error)\n"
+    )
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "no Ray head could be joined at 127.0.0.1:1" in ran.stdout, ran.stderr
+    assert "python -m cluster.head up" in ran.stdout
