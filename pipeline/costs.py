@@ -109,6 +109,13 @@ class CostModel:
         attention = 2.0 * keys * self.compute.query_size
         return (2.0 * self.compute.active_parameters(layer) + attention) * self.step.tokens
 
+    @property
+    def _left_out_flops(self) -> float:
+        """Of a decoder layer's last projection, which a recompute leaves out."""
+        compute = self.compute
+        products = compute.experts_per_token * compute.intermediate_size * compute.hidden_size
+        return 2.0 * products * self.step.tokens
+
     def _device(self, op: Op, layer: LayerLayout) -> Cost:
         device = self.hardware.device
         rate = device.gemm_tflops * device.layer_efficiency * 1e12
@@ -125,8 +132,10 @@ class CostModel:
             seconds = activations * (4 if op is Op.FORWARD else 10) / traffic
             seconds += leaving_s if op is Op.BACKWARD else 0.0
         else:
-            passes = 1 if op is Op.FORWARD else 3
-            seconds = passes * self._forward_flops(layer) / rate + micro_batches * KERNELS_S
+            flops = self._forward_flops(layer)
+            if op is Op.BACKWARD:
+                flops = 3.0 * flops - self._left_out_flops
+            seconds = flops / rate + micro_batches * KERNELS_S
             if op is Op.BACKWARD:
                 # Each micro-batch's gradient is read in the weights' type and added to the fp32 sum.
                 seconds += micro_batches * layer.numel * 10 / traffic + leaving_s

@@ -6,7 +6,7 @@ pass lives inside `backward` alone. Shapes: B sequences, S tokens, H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipeline.attention import AttentionContext
 from pipeline.families.family import Family
 from pipeline.families.layout import layer_parameter_names
+from pipeline.recompute import leave_out
 from tiers.layout import LayerLayout
 
 RunLayer = Callable[[Family, nn.Module, Tensor, AttentionContext], Tensor]
@@ -57,13 +58,14 @@ class LayerTemplate:
         self.signature = family.signature(layer_index)
         self._family = family
         self._layout = layout
-        self._module = family.build_decoder_layer(layer_index)
         names = layer_parameter_names(family, layout)
-        for name, view in zip(names, tensor_views(slot_buffer, layout), strict=True):
-            owner, _, leaf = name.rpartition(".")
-            setattr(self._module.get_submodule(owner), leaf, nn.Parameter(view))
-        self._parameters = [self._module.get_parameter(name) for name in names]
-        assert sum(1 for _ in self._module.parameters()) == len(names), "a parameter has no place in the layout"
+        self._parameters = [nn.Parameter(view) for view in tensor_views(slot_buffer, layout)]
+        bound = dict(zip(names, self._parameters, strict=True))
+        self._module = _bind(family.build_decoder_layer(layer_index), bound)
+        # The same parameters again, in a layer that computes no more than a backward needs.
+        self._recomputed = _bind(family.build_decoder_layer(layer_index), bound)
+        if family.last_projection is not None:
+            leave_out(self._recomputed, family.last_projection)
         self._run: RunLayer = _compiled(backend) if compile else _run_layer
 
     def accumulator_views(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -78,7 +80,7 @@ class LayerTemplate:
     def backward(
         self, x_BSH: Tensor, context: AttentionContext, grad_y_BSH: Tensor, accumulators: Sequence[Tensor]
     ) -> Tensor:
-        """Recompute the layer from its input and go back through it.
+        """Recompute the layer from its input, as far as the backward needs it, and go back through it.
 
         Args:
             x_BSH: Input of the layer, as `forward` had it.
@@ -92,7 +94,7 @@ class LayerTemplate:
         """
         with torch.enable_grad():
             x_BSH = x_BSH.detach().requires_grad_()
-            y_BSH = self._run(self._family, self._module, x_BSH, context)
+            y_BSH = self._run(self._family, self._recomputed, x_BSH, context)
         grads = torch.autograd.grad(y_BSH, [x_BSH, *self._parameters], grad_y_BSH, allow_unused=True)
         grad_x_BSH, *parameter_grads = grads
         for accumulator, grad in zip(accumulators, parameter_grads, strict=True):
@@ -100,6 +102,15 @@ class LayerTemplate:
                 accumulator.add_(grad)
         assert grad_x_BSH is not None
         return grad_x_BSH
+
+
+def _bind(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """Give a layer its parameters by name."""
+    for name, parameter in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, parameter)
+    assert sum(1 for _ in module.parameters()) == len(parameters), "a parameter has no place in the layout"
+    return module
 
 
 def _run_layer(family: Family, module: nn.Module, x_BSH: Tensor, context: AttentionContext) -> Tensor:

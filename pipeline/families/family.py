@@ -57,6 +57,11 @@ class Family:
         with torch.device("meta"):
             return self._entry.decoder_layer(self.spec.config, self._decoder_index(layer_index)).eval()
 
+    @property
+    def last_projection(self) -> str | None:
+        """Name of the linear layer whose product a recomputed decoder layer can do without, or None."""
+        return self._entry.last_projection
+
     def build_final_norm(self) -> nn.Module:
         """Build the norm between the last decoder layer and the LM head, on the meta device."""
         with torch.device("meta"):

@@ -45,6 +45,9 @@ class FamilyEntry:
     """Called with the hidden size and `eps`."""
     window: Callable[[Any, int], int | None] = _no_window
     """Sliding window of a decoder layer in tokens, the token itself included; None where it sees everything."""
+    last_projection: str | None = "mlp.down_proj"
+    """Linear layer whose product does nothing but join the residual stream that a decoder layer returns: no backward
+    reads it. None where a layer ends otherwise (a norm after the feed-forward network, say)."""
     extra_fields: frozenset[str] = frozenset()
     """Fields that the layers read although the configuration class does not declare them."""
 

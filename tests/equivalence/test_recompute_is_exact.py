@@ -1,0 +1,82 @@
+"""A recompute that leaves out the last projection gives the gradients of the whole layer, in every bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.attention import AttentionContext, build_attention_context
+from pipeline.families import family_of, load_model_spec, model_layout
+from pipeline.recompute import UncomputedLinear, leave_out
+from pipeline.template import LayerTemplate
+from support.tiny import FAMILIES, tiny_config
+from tiers.layout import Precision
+
+
+class Case:
+    """A decoder layer with random weights, a batch, and the template under test."""
+
+    def __init__(self, config: dict[str, object], precision: Precision = Precision.FP32, **options: bool | str) -> None:
+        spec = load_model_spec(config, precision)
+        self.family = family_of(spec)
+        self.layout = model_layout(spec).layers[1]
+        dtype = torch.bfloat16 if precision is Precision.BF16 else torch.float32
+        generator = torch.Generator().manual_seed(1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.flat = normal(self.layout.numel) * 0.1
+        self.x, self.grad = normal(2, 24, spec.hidden_size), normal(2, 24, spec.hidden_size)
+        positions = torch.arange(24).repeat(2, 1) % 11
+        tables = self.family.build_rotary(torch.device("cpu"))(positions, dtype)
+        self.context: AttentionContext = build_attention_context(
+            positions, tables, self.family.windows, single_document=False
+        )
+        self.template = LayerTemplate(self.family, 1, self.layout, self.flat, **options)  # type: ignore[arg-type]
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """By the input, and by the weights in the flat order."""
+        flat = torch.zeros(self.layout.numel)
+        by_input = self.template.backward(self.x, self.context, self.grad, self.template.accumulator_views(flat))
+        return by_input, flat
+
+    def gradients_of_the_whole_layer(self) -> tuple[Tensor, Tensor]:
+        self.template._recomputed = self.template._module
+        return self.gradients()
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_whole_layer_in_every_bit(family: str, precision: Precision) -> None:
+    case = Case(tiny_config(family), precision)
+    assert isinstance(case.template._recomputed.get_submodule("mlp.down_proj"), UncomputedLinear)
+    got, wanted = case.gradients(), case.gradients_of_the_whole_layer()
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    assert bool(got[1].any())
+
+
+def test_a_layer_with_a_biased_last_projection_is_recomputed_whole() -> None:
+    case = Case(tiny_config("llama", mlp_bias=True))
+    assert isinstance(case.template._recomputed.get_submodule("mlp.down_proj"), nn.Linear)
+    assert not leave_out(case.family.build_decoder_layer(1), "mlp.down_proj")
+
+
+def test_the_compiled_recompute_is_one_graph_and_holds_no_product_of_the_projection() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def capture(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch._dynamo.register_backend(capture, name="capture_recompute")
+    eager = Case(tiny_config("llama"))
+    for _ in range(2):
+        compiled = Case(tiny_config("llama"), compile=True, backend="capture_recompute")
+        got, wanted = compiled.gradients(), eager.gradients()
+        torch.testing.assert_close(got, wanted)
+    assert len(graphs) == 1
+    products = [node for node in graphs[0].graph.nodes if "linear" in str(node.target)]
+    assert len(products) == 6, "q, k, v, o, gate and up; not down"
