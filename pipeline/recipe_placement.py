@@ -45,14 +45,13 @@ class MachineMemory:
         """Ask this machine.
 
         Raises:
-            PipelineError: The recipe wants a GPU and none answers.
+            PipelineError: The recipe wants a GPU and none answers, or names a drive that cannot be used.
         """
         device = recipe.train.device
         cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
         host_bytes = available_host_bytes()
         gpu_bytes = _free_gpu_bytes() if cuda else int(host_bytes * CPU_DEVICE_SHARE)
-        nvme_dir = recipe.memory.nvme_dir
-        nvme_bytes = shutil.disk_usage(nvme_dir).free if nvme_dir is not None and nvme_dir.is_dir() else 0
+        nvme_bytes = _free_nvme_bytes(recipe.memory.nvme_dir)
         return cls(cuda, host_bytes, gpu_bytes, nvme_bytes, os.cpu_count() or 1)
 
     @classmethod
@@ -63,6 +62,21 @@ class MachineMemory:
         drive = hardware.nvme if recipe.memory.nvme_dir is not None else None
         nvme_bytes = int(drive.capacity_gb * 1e9) if drive is not None else 0
         return cls(cuda, hardware.host.memory_bytes, gpu_bytes, nvme_bytes, hardware.host.cores)
+
+
+def _free_nvme_bytes(nvme_dir: Path | None) -> int:
+    if nvme_dir is None:
+        return 0
+    # A drive that is not mounted is no reason to train without it in silence.
+    if not nvme_dir.is_dir():
+        raise PipelineError(
+            f"memory.nvme_dir = {nvme_dir} is no directory; make it on a local NVMe drive, or leave it out"
+        )
+    if not os.access(nvme_dir, os.W_OK | os.X_OK):
+        raise PipelineError(
+            f"memory.nvme_dir = {nvme_dir} is not writable for this user; change its owner, or give another"
+        )
+    return shutil.disk_usage(nvme_dir).free
 
 
 def _free_gpu_bytes() -> int:
