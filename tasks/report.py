@@ -1,0 +1,63 @@
+"""Makes one self-contained HTML page of a run: loss, speed, stalls, the lanes of a step, where the bytes live.
+
+    python -m tasks.report RUN [--out FILE] [--step N]
+
+The page needs no network and may be passed on: it holds the run's recipe and figures, nothing of model or data. A run
+that is still going on, was cut short or has no step yet has a page too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasks.report_page.page import page
+from tasks.report_page.run_events import index_events, read_step
+from tasks.report_page.run_record import ReportError, read_run
+from tasks.report_page.state_bytes import state_bytes
+from tiers.durable_files import replace_file
+
+DEFAULT_NAME = "report.html"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 2 for a refusal."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.report", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--out", type=Path, help=f"the page's file (RUN/{DEFAULT_NAME}); an older one is replaced")
+    parser.add_argument("--step", type=int, help="whose lanes are shown (one of median length)")
+    options = parser.parse_args(arguments)
+    out: Path = options.out or options.run / DEFAULT_NAME
+    try:
+        write_report(options.run, out, options.step)
+    except (ReportError, OSError) as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
+    print(f"report of {options.run} in {out.absolute()}")
+    return 0
+
+
+def write_report(run: Path, out: Path, step: int | None = None) -> None:
+    """Write the page of `run` to `out`, whole or not at all.
+
+    Args:
+        run: A run directory.
+        out: A file; its directory must exist.
+        step: Whose lanes are shown; None takes one of median length.
+
+    Raises:
+        ReportError: `run` is no run directory, or the step was not recorded.
+        OSError: A file cannot be read or written.
+    """
+    record = read_run(run)
+    if out.is_dir() or not out.parent.is_dir():
+        raise ReportError(f"the page cannot be written to {out}: name a file in a directory that exists (--out)")
+    index = index_events(record)
+    lanes = read_step(record, index, step)
+    replace_file(out, page(record, lanes, state_bytes(record, index)).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The tables of a page: all that the charts show, for those who read and those whose browser runs no script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from tasks.report_page.run_record import STALL, RunRecord
+from tasks.report_page.state_bytes import StateBytes
+from tasks.report_page.step_lanes import StepLanes
+from tasks.report_page.thinning import even_rows
+
+MAX_STEP_ROWS = 100
+MAX_OPERATION_ROWS = 1500
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]], *, foot: Sequence[str] = ()) -> str:
+    """A table of cells that are HTML already."""
+    head = "".join(f'<th scope="col">{cell}</th>' for cell in heading)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    tail = f"<tfoot><tr>{''.join(f'<td>{cell}</td>' for cell in foot)}</tr></tfoot>" if foot else ""
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{tail}</table></div>'
+
+
+def steps_table(record: RunRecord) -> str:
+    """Rows of steps, evenly chosen where there are many."""
+    held_out = dict(record.evaluations)
+    reasons = dict(record.skipped)
+    columns = {
+        name: record.column(name)
+        for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "host_bytes", "gpu_peak_bytes")
+    }
+    stalls = [record.column(STALL + cause) for cause in record.stall_causes]
+    rows = []
+    for place in even_rows(len(record.steps), MAX_STEP_ROWS):
+        step = record.steps[place]
+        rows.append(
+            (
+                str(step),
+                number(columns["loss"][place]),
+                number(held_out.get(step, math.nan)),
+                number(columns["lr"][place]),
+                number(columns["grad_norm"][place]),
+                number(columns["tokens_per_s"][place]),
+                seconds(columns["step_s"][place]),
+                seconds(math.fsum(stall[place] for stall in stalls)),
+                num_bytes(columns["host_bytes"][place]),
+                num_bytes(columns["gpu_peak_bytes"][place]),
+                escape(reasons.get(step, "")),
+            )
+        )
+    heading = ("step", "loss", "held out", "lr", "grad norm", "tokens/s", "time", "stalls", "host", "device", "skipped")
+    return table(heading, rows)
+
+
+def evaluations_table(record: RunRecord) -> str:
+    """Losses on held-out data."""
+    places = even_rows(len(record.evaluations), MAX_STEP_ROWS)
+    return table(
+        ("step", "loss on held-out data"),
+        ((str(record.evaluations[place][0]), number(record.evaluations[place][1])) for place in places),
+    )
+
+
+def lanes_table(lanes: StepLanes) -> str:
+    """Busy share, bytes and rate of each lane."""
+    rows = []
+    for lane in lanes.lanes:
+        busy_s = lane.busy * lanes.length_s
+        rate = f"{lane.num_bytes / busy_s / 1e9:.3g} GB/s" if lane.num_bytes and busy_s else ""
+        rows.append(
+            (
+                escape(lane.title),
+                f'<meter min="0" max="1" value="{lane.busy:.4f}">{lane.busy:.0%}</meter> {lane.busy:.1%}',
+                seconds(busy_s),
+                str(sum(map(len, lane.rows))),
+                num_bytes(lane.num_bytes) if lane.num_bytes else "",
+                rate,
+            )
+        )
+    return table(("lane", "busy", "at work", "operations", "bytes", "while at work"), rows)
+
+
+def operations_table(lanes: StepLanes) -> str:
+    """Every operation of the step, in order of time."""
+    spans = sorted(
+        ((span, lane.title) for lane in lanes.lanes for row in lane.rows for span in row),
+        key=lambda held: held[0].start_s,
+    )
+    rows = (
+        (
+            escape(span.name),
+            escape(title),
+            seconds(span.start_s - lanes.start_s),
+            seconds(span.end_s - span.start_s),
+            num_bytes(span.num_bytes) if span.num_bytes else "",
+        )
+        for span, title in spans[:MAX_OPERATION_ROWS]
+    )
+    return table(("operation", "lane", "from", "for", "bytes"), rows)
+
+
+def state_table(state: StateBytes) -> str:
+    """Bytes of each kind of buffer in RAM and on NVMe."""
+    ram, nvme = sum(b.ram_bytes for b in state.buffers), sum(b.nvme_bytes for b in state.buffers)
+    return table(
+        ("buffer", "RAM", "NVMe", "bytes/parameter"),
+        (
+            (
+                escape(buffer.name),
+                num_bytes(buffer.ram_bytes) if buffer.ram_bytes else "",
+                num_bytes(buffer.nvme_bytes) if buffer.nvme_bytes else "",
+                f"{(buffer.ram_bytes + buffer.nvme_bytes) / state.num_parameters:.2f}",
+            )
+            for buffer in state.buffers
+        ),
+        foot=("all", num_bytes(ram), num_bytes(nvme) if nvme else "none", f"{(ram + nvme) / state.num_parameters:.2f}"),
+    )
+
+
+def number(value: float) -> str:
+    """Four significant digits; a dash for none."""
+    if not math.isfinite(value):
+        return "&ndash;"
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e7):
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that suits it; a dash for none."""
+    if not math.isfinite(value):
+        return "&ndash;"
+    if value >= 1 or value == 0:
+        return f"{value:.3g}&nbsp;s"
+    return f"{value * 1e3:.3g}&nbsp;ms" if value >= 1e-3 else f"{value * 1e6:.3g}&nbsp;&micro;s"
+
+
+def num_bytes(value: float) -> str:
+    """Bytes in binary units; a dash for none."""
+    if not math.isfinite(value):
+        return "&ndash;"
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= limit:
+            return f"{value / limit:.3g}&nbsp;{unit}"
+    return f"{value:.0f}&nbsp;B"
