@@ -25,6 +25,7 @@ from tiers.host_memory import require_host_memory
 from tiers.layout import ArenaMap, TierPlan
 from tiers.parameter_tier import ParameterTierActor
 from tiers.prefetcher import PrefetcherActor
+from tiers.store_metadata import Compression
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class CrewSettings:
     limit_bytes: int | None
     """Host memory the arena may take at most; None means what the machine has."""
     nvme_dir: Path | None
+    compression: Compression = Compression.NONE
+    """Of the checkpoints."""
 
 
 @dataclass
@@ -95,7 +98,7 @@ class Crew:
         try:
             handle = ray.get(tier.handle.remote(), timeout=START_TIMEOUT_S)
             prefetcher = _actor(PrefetcherActor, "prefetcher", namespace, threads=1).remote(
-                handle, nvme_dir=settings.nvme_dir, threads=settings.io_threads
+                handle, nvme_dir=settings.nvme_dir, threads=settings.io_threads, compression=settings.compression
             )
             started.append(prefetcher)
             optimizers = [

@@ -18,7 +18,7 @@ from pipeline.messages import Batch
 from pipeline.recipe import Recipe
 from tasks.checkpointing import Checkpoints, Progress
 from tasks.data.loader import BatchLoader, eval_batches
-from tasks.failure import actor_states, is_death, loss_of
+from tasks.failure import actor_states, is_death, loss_at_start, loss_of
 from tasks.filling import fill
 from tasks.preparation import Data, Preparation
 from tasks.resume import ResumePoint
@@ -69,7 +69,7 @@ def attempt(
             crew = held.enter_context(Crew.start(preparation.spec, placement.tier, *settings, namespace, say))
         except ray.exceptions.RayActorError as error:
             if is_death(error):
-                raise ActorLostError(f"an actor died while the actors were starting: {error}") from error
+                raise ActorLostError(loss_at_start(error)) from error
             raise
         coordinator = Coordinator(crew, placement.schedule, applied_steps=progress.applied_steps)
         try:

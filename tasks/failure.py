@@ -49,10 +49,21 @@ def loss_of(crew: Crew, coordinator: Coordinator, error: BaseException) -> str:
     for name in dead:
         call = lost(calls, name)
         found.append(f"the actor {name} died {f'at {call}' if call else 'idle'} ({crew.processes.describe(name)})")
+    return f"{'; '.join(found)}. {_circumstances(error)}"
+
+
+def loss_at_start(error: BaseException) -> str:
+    """Likewise of a death before the crew is complete, told from Ray's text alone."""
+    name = re.search(r"^\s*(?:name|class_name): (.+)$", str(error), re.MULTILINE)
+    who = f"the actor {name.group(1)}" if name else "an actor"
+    return f"{who} died while the actors were starting. {_circumstances(error)}"
+
+
+def _circumstances(error: BaseException) -> str:
     headroom = host_headroom()
     detail = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
     return (
-        f"{'; '.join(found)}. {detail.group(1) + ' ' if detail else ''}Host memory available now: "
+        f"{detail.group(1) + ' ' if detail else ''}Host memory available now: "
         f"{headroom.available_bytes / 2**30:.1f} GiB (limit: {headroom.limit}). A process killed without a word was "
         "most often ended by the kernel for want of memory: see `dmesg`, and lower memory.ram_gib."
     )

@@ -21,6 +21,7 @@ from pipeline.recipe_placement import MachineMemory, budget_of, request_of, spec
 from tasks.data.dataset import PackedDataset, open_dataset
 from tasks.data.settings import DataSettings
 from tasks.model_source import check_source
+from tiers.store_metadata import Compression
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def prepare(recipe: Recipe) -> Preparation:
             io_threads=memory.prefetch_threads,
             limit_bytes=None if memory.ram_gib is None else int(memory.ram_gib * GIB),
             nvme_dir=memory.nvme_dir,
+            compression=Compression(recipe.checkpoint.compression),
         ),
     )
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import ray
 from ray.actor import ActorClass
 
+from tiers.compressed_store import CompressedStore
 from tiers.direct_file import DirectMode
 from tiers.direct_io import DirectIO
 from tiers.errors import CheckpointError, TierError
@@ -28,7 +29,8 @@ from tiers.preflight import preflight, read_mode
 from tiers.safetensors_source import SafetensorsSource
 from tiers.scratch import Scratch, nvme_buffers, scratch_bytes
 from tiers.shard_store import ShardStore, StorageArray
-from tiers.shards import FileRecord
+from tiers.shards import FileRecord, shard_path
+from tiers.store_metadata import Compression
 
 MAX_SPANS = 100_000
 """Some steps of a model of hundreds of layers; older ones go when nobody takes them."""
@@ -51,19 +53,23 @@ class IoSpan(NamedTuple):
 class Prefetcher:
     """I/O on the arena of `tier`. Thread-safe for calls on different layers."""
 
-    def __init__(self, tier: TierHandle, *, nvme_dir: Path | None, threads: int) -> None:
+    def __init__(
+        self, tier: TierHandle, *, nvme_dir: Path | None, threads: int, compression: Compression = Compression.NONE
+    ) -> None:
         """Attach, and reserve every NVMe working file, so that a full disk shows before training.
 
         Args:
             tier: The arena and the plan.
             nvme_dir: Where layers live that the plan puts on NVMe; None where it puts none there.
             threads: Disk requests in flight.
+            compression: Of the checkpoints that are written; any is read.
 
         Raises:
             TierError: The plan needs NVMe and none is given; the directory is missing, in use, not writable or full.
         """
         self._plan = tier.plan
         self._threads = threads
+        self._compression = compression
         num_bytes = scratch_bytes(tier.plan)
         if num_bytes and nvme_dir is None:
             raise TierError(f"the plan keeps {num_bytes:,} bytes on NVMe; set memory.nvme_dir, or raise memory.ram_gib")
@@ -130,12 +136,17 @@ class Prefetcher:
                 f"{checkpoint} was trained in {manifest.facts.precision}, this run in {model.precision}; "
                 "set precision.mode to that of the checkpoint"
             )
-        store = ShardStore(checkpoint, model, self._io, read_mode(checkpoint / MANIFEST_NAME))
+        records = manifest.records()
+        store: ShardStore | CompressedStore
+        if _compressed(records, self._layout(layer)):
+            store = CompressedStore(checkpoint, model)
+        else:
+            store = ShardStore(checkpoint, model, self._io, read_mode(checkpoint / MANIFEST_NAME))
         with self._filling(layer) as layout:
             arrays = self._state(layer, stored_buffers(model.precision))
             store.check_layer(layout, arrays)
             with self._span(f"restore[{layer}]", "nvme_read", arrays):
-                store.read(layout, arrays, manifest.records())
+                store.read(layout, arrays, records)
 
     @ray.method
     def load_weights(self, layer: int, *after: object) -> None:
@@ -184,8 +195,15 @@ class Prefetcher:
         layout, model = self._layout(layer), self._plan.model
         on_nvme = nvme_buffers(self._plan, layer)
         in_ram = self._state(layer, [b for b in stored_buffers(model.precision) if b not in on_nvme])
-        target = ShardStore(directory, model, self._io, self._mode(directory))
         with self._span(f"snapshot[{layer}]", "nvme_write", self._state(layer, stored_buffers(model.precision))):
+            if self._compression is Compression.ZSTD:
+                archive = CompressedStore(directory, model)
+                records = archive.create_layer(layout, stored_buffers(model.precision))
+                records += archive.write(layout, in_ram)
+                if on_nvme:
+                    records += archive.copy_from(self._working, layout, on_nvme, self._records)
+                return records
+            target = ShardStore(directory, model, self._io, self._mode(directory))
             records = target.create_layer(layout, stored_buffers(model.precision))
             if in_ram:
                 records += target.write(layout, in_ram, sync=True)
@@ -259,6 +277,11 @@ class Prefetcher:
         yield
         num_bytes = sum(array.nbytes for array in arrays.values())
         self._spans.append(IoSpan(name, lane, start_s, time.monotonic(), num_bytes))
+
+
+def _compressed(records: dict[str, FileRecord], layer: LayerLayout) -> bool:
+    record = records.get(shard_path(layer, Buffer.WEIGHT))
+    return record is not None and bool(record.stored_bytes)
 
 
 # Ray's types do not know the argument.

@@ -6,8 +6,9 @@ record made when it was written: size, chunk index, crc32c of every chunk.
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,23 @@ class ShardStore:
             source._check(layer, buffer, crcs, records)
             copied.append(records[path])
         return tuple(copied)
+
+    def chunks(self, layer: LayerLayout, buffer: Buffer, records: Records) -> Iterator[StorageArray]:
+        """Yield the chunks of a shard one after another, checked, in memory that the next one overwrites.
+
+        Raises:
+            ShardError: As `read`.
+        """
+        geometry, path = self._geometry(layer, buffer), self.directory / shard_path(layer, buffer)
+        memory = np.frombuffer(mmap.mmap(-1, geometry.chunk_bytes), np.uint8)
+        label, offsets = self._label(layer, buffer), self._offsets(layer, buffer, records)
+        sums = records[shard_path(layer, buffer)].chunk_crc32c
+        for number, offset in enumerate(offsets):
+            blocks = FileBlocks(path, self._mode, memory, (offset,), geometry.chunk_bytes)
+            ((crc,),) = self._io.read([blocks])
+            if crc != sums[number]:
+                raise ShardError(f"{label.chunk(number)} has another crc32c than when it was written; check the drive")
+            yield memory.view(geometry.element.storage)
 
     def check_layer(self, layer: LayerLayout, buffers: Iterable[Buffer]) -> None:
         """Raise ShardError where the stored layout of `layer` is not the model's."""

@@ -35,7 +35,10 @@ class FileRecord:
     chunk_bytes: int = 0
     """Of a shard: its data region is checked in pieces of this size. Zero for other files."""
     chunk_crc32c: tuple[int, ...] = ()
-    """Of a shard: one a chunk, so that a damaged chunk can be named and chunks are checked as they stream."""
+    """Of a shard: one a chunk as it is stored, so that a damaged chunk can be named and chunks are checked as they
+    stream."""
+    stored_bytes: tuple[int, ...] = ()
+    """Of a compressed shard: bytes of each chunk on disk, where `chunk_bytes` counts them in memory."""
 
 
 class TensorSpan(NamedTuple):
@@ -92,8 +95,7 @@ class ShardGeometry:
 
     def index(self) -> bytes:
         """The end of the file: the index of the chunks at `offsets`, and its crc32c."""
-        entries = np.array([(offset, self.chunk_bytes) for offset in self.offsets], "<u8").tobytes()
-        return entries + crc32c(entries).to_bytes(_INDEX_CRC_BYTES, "little")
+        return index_of([self.chunk_bytes] * self.num_chunks)
 
     def record(self, path: str, block_crc32c: Sequence[int]) -> FileRecord:
         """The record of a file whose chunks, without the padding of the last, have these checksums."""
@@ -102,6 +104,13 @@ class ShardGeometry:
         index = self.index()
         pieces = [*((crc, self.chunk_bytes) for crc in chunks), (crc32c(index), len(index))]
         return FileRecord(path, self.file_bytes, joined_crc32c(pieces), self.chunk_bytes, chunks)
+
+
+def index_of(stored_bytes: Sequence[int]) -> bytes:
+    """The index of chunks of these sizes that lie one after another from the start of the file, and its crc32c."""
+    ends = np.cumsum(stored_bytes, dtype="<u8")
+    entries = np.stack([ends - np.array(stored_bytes, "<u8"), np.array(stored_bytes, "<u8")], axis=1).tobytes()
+    return entries + crc32c(entries).to_bytes(_INDEX_CRC_BYTES, "little")
 
 
 def parse_index(index: bytes, num_chunks: int, chunk_bytes: int, label: ShardLabel) -> tuple[int, ...]:

@@ -21,12 +21,22 @@ from tests.support.stores import saved_facts, small_model
 from tiers import checkpoint
 from tiers.checkpoint import newest_complete
 from tiers.errors import CheckpointError, ShardError, TierError
-from tiers.layout import Buffer, ElementType, LayerHome, ModelLayout, Precision, TierPlan, state_buffers
+from tiers.layout import (
+    Buffer,
+    ElementType,
+    LayerHome,
+    ModelLayout,
+    Precision,
+    TierPlan,
+    state_buffers,
+    stored_buffers,
+)
 from tiers.manifest import read_manifest, verify
 from tiers.parameter_tier import ParameterTier, ParameterTierActor
 from tiers.prefetcher import Prefetcher, PrefetcherActor
 from tiers.scratch import LOCK_NAME, SCRATCH_NAME, scratch_bytes
 from tiers.shards import FileRecord, shard_path
+from tiers.store_metadata import Compression
 
 MODEL = small_model()
 PLACEMENTS: dict[str, tuple[LayerHome, ...]] = {
@@ -42,14 +52,16 @@ Start = Callable[..., "Running"]
 class Running:
     """A tier and a prefetcher in this process."""
 
-    def __init__(self, stack: ExitStack, placement: str, nvme_dir: Path, model: ModelLayout) -> None:
+    def __init__(
+        self, stack: ExitStack, placement: str, nvme_dir: Path, model: ModelLayout, compression: Compression
+    ) -> None:
         plan = TierPlan(model, PLACEMENTS[placement][: len(model.layers)], ElementType.BFLOAT16)
         tier = ParameterTier(plan, threads=1)
         stack.callback(tier.close)
         self.arena, self.map = tier.handle().attach()
         stack.callback(self.arena.close)
         self.plan = plan
-        self.prefetcher = Prefetcher(tier.handle(), nvme_dir=nvme_dir, threads=2)
+        self.prefetcher = Prefetcher(tier.handle(), nvme_dir=nvme_dir, threads=2, compression=compression)
         stack.callback(self.prefetcher.close)
 
     def layers(self) -> range:
@@ -71,8 +83,13 @@ class Running:
 def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def begin(placement: str, model: ModelLayout = MODEL, nvme_dir: Path = tmp_path) -> Running:
-            return Running(stack, placement, nvme_dir, model)
+        def begin(
+            placement: str,
+            model: ModelLayout = MODEL,
+            nvme_dir: Path = tmp_path,
+            compression: Compression = Compression.NONE,
+        ) -> Running:
+            return Running(stack, placement, nvme_dir, model, compression)
 
         yield begin
 
@@ -188,6 +205,49 @@ def test_a_damaged_checkpoint_is_not_restored(tmp_path: Path, start: Start) -> N
     with path.open("r+b") as file:
         file.write(b"\xff\x00\xff")
     with pytest.raises(ShardError, match=rf"chunk 0 of {path} \(tensors: model.embedding.matrix.*another crc32c"):
+        running.prefetcher.restore(0, saved)
+    running.prefetcher.restore(1, saved)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_compressed_checkpoint_holds_the_same_values_for_us_and_for_plain_zarr(
+    tmp_path: Path, start: Start, placement: str
+) -> None:
+    plain = initialise(start(placement))
+    wanted = plain.save(tmp_path / "plain")
+    plain.prefetcher.close()
+    compressing = start(placement, compression=Compression.ZSTD)
+    for layer in compressing.layers():
+        compressing.prefetcher.restore(layer, wanted)
+    saved = compressing.save(tmp_path / "compressed")
+    compressing.prefetcher.close()
+    assert verify(saved, deep=True) == []
+    sizes = [sum(record.num_bytes for record in read_manifest(path).files) for path in (saved, wanted)]
+    assert sizes[0] < 0.7 * sizes[1]
+    for layer in MODEL.layers:
+        for buffer in stored_buffers(MODEL.precision):
+            arrays = [zarr.open_array(path / layer.name / buffer, mode="r")[:] for path in (saved, wanted)]
+            np.testing.assert_array_equal(*arrays)
+    again = start(placement)
+    for index in again.layers():
+        again.prefetcher.restore(index, saved)
+    assert again.snapshot(tmp_path / "again") == {
+        path: record for path, record in read_manifest(wanted).records().items() if path != "zarr.json"
+    }
+
+
+def test_damage_of_a_compressed_shard_is_found_and_not_restored(tmp_path: Path, start: Start) -> None:
+    running = initialise(start("ram", compression=Compression.ZSTD))
+    saved = running.save(tmp_path)
+    path = saved / shard_path(MODEL.layers[0], Buffer.WEIGHT_LOW)
+    whole = path.read_bytes()
+    for place in (20, len(whole) - 10):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ShardError, match=r"another crc32c|chunk index"):
+            running.prefetcher.restore(0, saved)
+        assert len(verify(saved, deep=True)) == 1
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ShardError):
         running.prefetcher.restore(0, saved)
     running.prefetcher.restore(1, saved)
 

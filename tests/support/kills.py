@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,10 @@ class Run:
     def output(self) -> str:
         """What it said so far."""
         return self.log.read_text(errors="replace")
+
+    def said(self, pattern: str) -> int:
+        """How many lines match."""
+        return len(re.findall(pattern, self.output(), re.MULTILINE))
 
     def workers(self) -> list[psutil.Process]:
         """Ray's worker processes of this run."""
