@@ -19,7 +19,7 @@ from pipeline.messages import IGNORED, Batch
 from support.inline import Case, inline_run
 from support.reference import build_reference, document_mask
 from support.tiny import FAMILIES, random_batch, tiny_config
-from tiers.layout import Precision
+from tiers.layout import ElementType, Precision
 
 STEPS = 10
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
@@ -107,7 +107,7 @@ class PlainLoop:
         return float(loss), x.grad.float().view(-1, x.shape[-1])
 
     def update(self, step: int, lr: float, clip: float, gradients: Tensors) -> None:
-        """AdamW on the master from bf16 gradients, each operation rounded to fp32 on its own."""
+        """AdamW on the master, each operation rounded to fp32 on its own."""
 
         def constant(value: float) -> torch.Tensor:
             return torch.tensor(value, dtype=torch.float32)
@@ -115,7 +115,6 @@ class PlainLoop:
         beta1, beta2 = BETAS
         size, root = constant(lr / (1 - beta1**step)), constant(math.sqrt(1 - beta2**step))
         for name, w in self.master.items():
-            assert gradients[name].dtype == torch.bfloat16
             g = gradients[name].float() * constant(clip)
             m, v = self.moments[name]
             w *= constant(1 - lr * DECAY if w.ndim >= 2 else 1.0)
@@ -140,7 +139,17 @@ def test_bf16_trains_as_a_plain_loop_with_the_same_rounding(
     config = tiny_config(family, tied=tied)
     if packed or family == "mistral":
         config["num_key_value_heads"] = config["num_attention_heads"]
-    case = Case(config, Precision.BF16, max_grad_norm)
+    assert_trains_as_the_loop(Case(config, Precision.BF16, max_grad_norm), packed=packed)
+
+
+def test_fp32_gradient_slots_give_the_optimizer_the_unrounded_sums() -> None:
+    """B06: `precision.gradients` is honoured."""
+    assert_trains_as_the_loop(
+        Case(tiny_config("llama"), Precision.BF16, 0.5, gradients=ElementType.FLOAT32), packed=False
+    )
+
+
+def assert_trains_as_the_loop(case: Case, *, packed: bool) -> None:
     with inline_run(case) as run:
         loop = PlainLoop(case.config, run.weights())
         for step in range(1, STEPS + 1):
@@ -149,7 +158,8 @@ def test_bf16_trains_as_a_plain_loop_with_the_same_rounding(
             loss, sums = loop.gradients(batch)
             norm = math.sqrt(sum(float(total.double().square().sum()) for total in sums.values()))
             assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=1e-6)
-            gradients = {name: total.bfloat16() for name, total in sums.items()}
+            fp32 = case.gradients is ElementType.FLOAT32
+            gradients = sums if fp32 else {name: total.bfloat16() for name, total in sums.items()}
             # The pipeline's coefficient: the norms are sums in different orders.
             loop.update(step, result.control.lr, result.control.clip_coefficient, gradients)
         trained = run.weights()

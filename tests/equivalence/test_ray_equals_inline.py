@@ -5,7 +5,10 @@ Two checkpoints are compared: one whose snapshots are taken while two more steps
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +18,15 @@ import torch
 
 from pipeline.coordinator import Coordinator, SubmittedStep
 from pipeline.crew import Crew, CrewSettings
+from pipeline.errors import TokenIdError
 from pipeline.messages import StepResult
+from pipeline.schedule import SchedulePlan
 from support.inline import Case, inline_run
 from support.stores import saved_facts
 from support.tiny import random_batch, tiny_config
 from tasks.stored_model import StoredModel
 from tiers.checkpoint import CheckpointWriter, begin
+from tiers.errors import ShardError
 from tiers.layout import ModelLayout, Precision
 from tiers.shards import FileRecord
 
@@ -42,13 +48,9 @@ def inline_outcome(case: Case) -> Outcome:
 
 
 def ray_outcome(case: Case, directory: Path) -> Outcome:
-    tier_plan, schedule = case.plans()
-    settings = CrewSettings(case.optimizer_actors, case.threads, 2, None, case.nvme_dir)
-    compute, optimizer = case.compute_settings(), case.optimizer_settings()
-    with Crew.start(case.spec(), tier_plan, compute, optimizer, settings, "equivalence") as crew:
-        ray.get([crew.prefetcher.initialise.remote(layer, 1) for layer in range(schedule.num_layers)])
+    with crew_of(case) as (crew, schedule, model):
         coordinator = Coordinator(crew, schedule, applied_steps=0)
-        writer = begin(directory, SNAPSHOT_STEP, tier_plan.model)
+        writer = begin(directory, SNAPSHOT_STEP, model)
         results: list[StepResult] = []
         in_flight: deque[SubmittedStep] = deque()
         for step, batch in enumerate(BATCHES, 1):
@@ -58,14 +60,23 @@ def ray_outcome(case: Case, directory: Path) -> Outcome:
             if step == SNAPSHOT_STEP:
                 snapshots = in_flight[-1].snapshots
         results += [coordinator.wait(submitted) for submitted in in_flight]
-        middle = published(writer, [record for records in ray.get(snapshots) for record in records], tier_plan.model)
-        writer = begin(directory, STEPS, tier_plan.model)
-        return results, middle, published(writer, coordinator.snapshot(writer.directory), tier_plan.model)
+        middle = published(writer, [record for records in ray.get(snapshots) for record in records], model)
+        writer = begin(directory, STEPS, model)
+        return results, middle, published(writer, coordinator.snapshot(writer.directory), model)
 
 
-def published(
-    writer: CheckpointWriter, records: list[FileRecord] | tuple[FileRecord, ...], model: ModelLayout
-) -> Weights:
+@contextmanager
+def crew_of(case: Case) -> Iterator[tuple[Crew, SchedulePlan, ModelLayout]]:
+    """The actors of a run with randomly initialised weights."""
+    tier_plan, schedule = case.plans()
+    settings = CrewSettings(case.optimizer_actors, case.threads, 2, None, case.nvme_dir)
+    compute, optimizer = case.compute_settings(), case.optimizer_settings()
+    with Crew.start(case.spec(), tier_plan, compute, optimizer, settings, "equivalence") as crew:
+        ray.get([crew.prefetcher.initialise.remote(layer, 1) for layer in range(schedule.num_layers)])
+        yield crew, schedule, tier_plan.model
+
+
+def published(writer: CheckpointWriter, records: Sequence[FileRecord], model: ModelLayout) -> Weights:
     """The master of a checkpoint, read by plain zarr."""
     stored = StoredModel.open(writer.publish(records, saved_facts(model, STEPS)))
     return {tensor.name: stored.read(tensor, torch.float32) for tensor in stored.tensors}
@@ -94,3 +105,26 @@ def test_actors_with_two_steps_in_flight_leave_the_inline_runs_bits(
             name for name in wanted if not torch.equal(got[name].view(torch.int32), wanted[name].view(torch.int32))
         ]
         assert not apart, f"{what}: {apart} differ"
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_fault_in_any_actor_reaches_the_driver_with_its_cause(tmp_path: Path) -> None:
+    """B36, B78, B88: also one that no call of its own step waits for."""
+    case = Case(tiny_config("llama"), state_on_nvme=LAYERS, nvme_dir=tmp_path)
+    with crew_of(case) as (crew, schedule, _):
+        coordinator = Coordinator(crew, schedule, applied_steps=0)
+        bad = random_batch(1)
+        bad.input_ids[0, 1, 3] = 97
+        with pytest.raises(TokenIdError, match="input id 97 at micro-batch 0, sequence 1, position 3"):
+            coordinator.wait(coordinator.submit(1, bad))
+
+        coordinator = Coordinator(crew, schedule, applied_steps=0)
+        coordinator.wait(coordinator.submit(2, BATCHES[0]))
+        coordinator.drain()
+        (file,) = tmp_path.glob("**/layer-0002/exp_avg/c/0")
+        os.truncate(file, 4096)
+        # Its updates wait for the norm: the result is known before the load fails, the next step's is not.
+        coordinator.wait(coordinator.submit(3, BATCHES[1]))
+        with pytest.raises(ShardError, match="layer-0002/exp_avg"):
+            coordinator.wait(coordinator.submit(4, BATCHES[2]))

@@ -28,12 +28,13 @@ LR = LearningRate("constant", 1e-3, 0, 100)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the pipeline; every field but the first four must leave the result bitwise as it is."""
+    """One way to run the pipeline; every field but the first five must leave the result bitwise as it is."""
 
     config: dict[str, Any]
     precision: Precision = Precision.FP32
     max_grad_norm: float | None = 1.0
     lr: LearningRate = LR
+    gradients: ElementType | None = None
     optimizer_actors: int = 1
     threads: int = 1
     decoder_slots: int = 2
@@ -44,6 +45,7 @@ class Case:
     head_chunk_tokens: int = 4096
     outgoing_buffers: int = 2
     activation_bytes: int = 0
+    device_gradients: int = 0
 
     def spec(self) -> ModelSpec:
         return load_model_spec(self.config, self.precision)
@@ -52,9 +54,14 @@ class Case:
         model = model_layout(self.spec())
         clip = self.max_grad_norm is not None
         placed = homes(
-            model, clip=clip, state=self.state_on_nvme, weights=self.weights_on_nvme, staging_slots=self.staging_slots
+            model,
+            clip=clip,
+            state=self.state_on_nvme,
+            weights=self.weights_on_nvme,
+            staging_slots=self.staging_slots,
+            device_gradients=self.device_gradients,
         )
-        gradient = ElementType.FLOAT32 if self.precision is Precision.FP32 else ElementType.BFLOAT16
+        default = ElementType.FLOAT32 if self.precision is Precision.FP32 else ElementType.BFLOAT16
         schedule = SchedulePlan(
             kinds=tuple(layer.kind for layer in model.layers),
             tied=model.tied,
@@ -64,8 +71,9 @@ class Case:
             weight_slots=tuple(home.weight_slot for home in placed),
             state_slots=tuple(home.state_slot for home in placed),
             gradient_slots=tuple(home.gradient_slot for home in placed),
+            device_gradients=tuple(home.gradient_on_device for home in placed),
         )
-        return TierPlan(model, placed, gradient, self.activation_bytes), schedule
+        return TierPlan(model, placed, self.gradients or default, self.activation_bytes), schedule
 
     def compute_settings(self) -> ComputeSettings:
         return ComputeSettings(
