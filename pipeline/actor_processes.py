@@ -45,6 +45,7 @@ class ActorProcesses:
         self._watched: dict[str, _Watched] = {}
         for name, pid in pids.items():
             self._watched[name] = _Watched(pid, os.pidfd_open(pid), psutil.Process(pid))
+        self.private_bytes()
 
     def dead(self) -> tuple[str, ...]:
         """Names of the actors whose processes have ended."""
