@@ -1,0 +1,124 @@
+"""While a run trains as a job, Ray shows what it is doing: named actors, named operations in time, gauges."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.environment import client_environment
+from cluster.state import StateDirectory
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+RECIPE = """
+[run]
+name = "observed"
+dir = "{run_dir}"
+[model.config]
+model_type = "llama"
+hidden_size = 64
+intermediate_size = 160
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+vocab_size = 320
+max_position_embeddings = 512
+[data]
+path = "{data}"
+[train]
+steps = 100000
+sequence_length = 64
+sequences_per_step = 4
+micro_batch = 2
+device = "cpu"
+[optimizer]
+lr = 1e-4
+# Without clipping an update runs beside the backward pass of the layer below, in every step.
+max_grad_norm = 0
+[memory]
+optimizer_actors = 1
+"""
+
+pytestmark = pytest.mark.ray
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What `watch_job` saw while the job ran."""
+
+    actors: dict[str, str]
+    gauges: dict[str, float]
+    timeline: list[tuple[str, float, float]]
+    tasks: list[str]
+
+    def times(self, *operations: str) -> list[tuple[float, float]]:
+        """Begin and end of operations, whatever their layer."""
+        return [(start, end) for name, start, end in self.timeline if name.split("[")[0] in operations]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    """Observations of a job that is stopped once they are made."""
+    root = tmp_path_factory.mktemp("user")
+    run_dir, data, recipe = root / "run", root / "data.txt", root / "observed.toml"
+    data.write_text("What is seen from outside is what is believed. " * 200)
+    recipe.write_text(RECIPE.format(run_dir=run_dir, data=data))
+    environ = os.environ | {"MEGATRAIN_STATE": str(root / "state")}
+
+    def run(*command: str, **environment: str) -> str:
+        completed = subprocess.run(
+            [sys.executable, *command],
+            env=environ | environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        return completed.stdout
+
+    try:
+        run("-m", "cluster.head", "up", "--num-cpus", "2")
+        state = StateDirectory(root / "state").load()
+        assert state is not None
+        run("-m", "cluster.submit", "--no-wait", "--", "python", "-m", "tasks.train", str(recipe))
+        client = client_environment(
+            environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
+        )
+        watch = str(REPOSITORY / "tests" / "support" / "watch_job.py")
+        answer: dict[str, Any] = json.loads(run(watch, state.dashboard_url, str(run_dir / "metrics.jsonl"), **client))
+        yield Seen(**answer)
+    finally:
+        run("-m", "cluster.head", "down", "--job-grace-s", "20")
+
+
+def test_actors_are_named_after_what_they_are(seen: Seen) -> None:
+    ours = {name for name, state in seen.actors.items() if state == "ALIVE" and not name.startswith("_ray_internal")}
+    assert ours == {"compute", "prefetcher", "optimizer-0", "parameter-tier"}
+
+
+def test_gauges_of_the_run_are_where_prometheus_reads_them(seen: Seen) -> None:
+    assert seen.gauges["megatrain_step"] >= 1
+    assert 0.0 < seen.gauges["megatrain_loss"] < 20.0
+    assert seen.gauges["megatrain_tokens_per_s"] > 0.0
+
+
+def test_operations_stand_in_task_list_and_timeline_by_name(seen: Seen) -> None:
+    assert set(seen.tasks) == {"Compute.forward"}
+    names = {name for name, _, _ in seen.timeline}
+    assert {"forward[3]", "backward[3]", "update[3]", "stage[3]", "offload[3]", "head", "norm"} <= names
+
+
+def test_updates_run_beside_forward_and_backward(seen: Seen) -> None:
+    updates, passes = seen.times("update"), seen.times("forward", "backward")
+    beside = sum(any(start < end_of and start_of < end for start_of, end_of in passes) for start, end in updates)
+    assert beside > len(updates) // 4, f"{beside} of {len(updates)} updates overlap a pass of a layer"
