@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -28,8 +30,10 @@ class JsonLines:
         make_directory(path.parent)
         self.last_step = _drop_rows_after(path, resumed_step) if path.exists() else None
         """Of the last row; None where there is none."""
-        # Line buffering: a row is handed to the kernel whole, so that readers and a kill never meet half of one.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        # Unbuffered: a row is handed to the kernel whole, so that readers and a kill never meet half of one, and what a
+        # full disk refuses does not wait for the next one.
+        self._file = path.open("ab", buffering=0)
+        self._path = path
         self._num_bytes = path.stat().st_size
 
     @property
@@ -38,16 +42,28 @@ class JsonLines:
         return self._num_bytes
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write rows; each has a `step`. JSON has no NaN or infinity: they must be gone, see `finite`."""
+        """Write rows; each has a `step`. JSON has no NaN or infinity: they must be gone, see `finite`.
+
+        Raises:
+            OSError: The disk is full or refuses, naming the file.
+        """
         for row in rows:
-            line = json.dumps(row, allow_nan=False) + "\n"
-            self._file.write(line)
+            line = json.dumps(row, allow_nan=False).encode() + b"\n"
+            self._write(line)
             self.last_step = row["step"]
-            self._num_bytes += len(line)  # json.dumps writes ASCII
+            self._num_bytes += len(line)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        if written != len(line):  # the next start drops the half row
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
@@ -24,6 +25,8 @@ def explain(error: BaseException) -> str:
         return f"{error.function_name}: {cause}" if known else f"{error.function_name}:\n{error.traceback_str}"
     if isinstance(error, ActorLostError):
         return f"{error}\nThe same command goes on from the newest checkpoint."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error}. Free space there; the same command then goes on from the newest checkpoint, which is whole."
     return str(error) or type(error).__name__
 
 

@@ -163,6 +163,13 @@ def newest_complete(run_dir: Path) -> tuple[Path | None, tuple[Skipped, ...]]:
     return None, tuple(skipped)
 
 
+def complete_before(checkpoint: Path) -> Path | None:
+    """The complete checkpoint of the highest step below that of `checkpoint` in the same run directory."""
+    steps = _steps(checkpoint.parents[1])
+    own = next((step for step, path in steps if path == checkpoint), 0)
+    return next((path for step, path in steps if step < own and _problem(path) is None), None)
+
+
 def prune(run_dir: Path, *, keep_last: int, keep_every: int = 0) -> tuple[Path, ...]:
     """Remove complete checkpoints that are not to be kept, and what dead writers left. Call after `publish` only.
 

@@ -137,6 +137,18 @@ def test_pruning_keeps_the_newest_and_the_milestones(tmp_path: Path, io: DirectI
         prune(tmp_path, keep_last=0)
 
 
+def test_a_run_that_goes_back_keeps_the_later_checkpoints_out_of_the_way(tmp_path: Path, io: DirectIO) -> None:
+    paths = [save(tmp_path, step, io) for step in (5, 10, 15)]
+    assert checkpoint.complete_before(paths[1]) == paths[0] and checkpoint.complete_before(paths[0]) is None
+    moved = checkpoint.set_aside_after(tmp_path, 5)
+    assert [path.name for path in moved] == ["step-000015.aside-0", "step-000010.aside-0"]
+    assert newest_complete(tmp_path) == (paths[0], ())
+    again = save(tmp_path, 10, io)
+    assert prune(tmp_path, keep_last=1) == (paths[0],)
+    assert newest_complete(tmp_path) == (again, ()) and all(verify(path, deep=True) == [] for path in moved)
+    assert checkpoint.set_aside_after(tmp_path, 5)[0].name == "step-000010.aside-1"
+
+
 def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path, io: DirectIO) -> None:
     place = tmp_path / "small"
     place.mkdir()
