@@ -19,6 +19,7 @@ def device_terms(
     decoder_slots: int,
     outgoing_buffers: int = 2,
     spilled_boundaries: int = 0,
+    held_gradients: int = 0,
     compiled: bool = True,
 ) -> tuple[Term, ...]:
     """Account of device memory at its peak.
@@ -31,6 +32,7 @@ def device_terms(
         decoder_slots: Weight slots the decoder layers share.
         outgoing_buffers: Buffers of gradients on their way to the host.
         spilled_boundaries: Decoder layers whose inputs wait in pinned RAM.
+        held_gradients: Layers, the last ones, whose gradients wait on the device for the norm.
         compiled: Whether templates and the head are compiled: elementwise work is fused and keeps less.
     """
     weight = buffer_types(model.precision)[Buffer.WEIGHT].bytes
@@ -39,7 +41,9 @@ def device_terms(
     vocabulary = embedding + head if model.tied else max(embedding, head)
     summed = embedding + max(decoder, head) if model.tied else max(decoder, embedding, head)
     outgoing = [0] * outgoing_buffers
-    for layer in model.layers:
+    passing_on = model.layers[: len(model.layers) - held_gradients]
+    waiting = sum(layer.numel for layer in model.layers[len(passing_on) :])
+    for layer in passing_on:
         index = (len(model.layers) - 1 - layer.index) % outgoing_buffers
         outgoing[index] = max(outgoing[index], layer.numel)
     boundary = step.tokens * compute.hidden_size * weight
@@ -50,6 +54,7 @@ def device_terms(
         _device("vocabulary slot", vocabulary * weight, "embedding and head" if model.tied else "embedding or head"),
         _device("gradient accumulators", summed * 4, "fp32 sums over micro-batches"),
         _device("outgoing gradients", sum(outgoing) * gradient_bytes, "one fills while one leaves"),
+        _device("held gradients", waiting * gradient_bytes, f"of the last {held_gradients} layers, until the norm"),
     ]
     # The ids and rotary tables of two steps: the next one's are made while this one computes.
     batch = 2 * step.tokens * (2 * compute.head_size * weight + 3 * 8)
@@ -61,7 +66,7 @@ def device_terms(
     terms += passing
     terms.append(_device("allocator", sum(term.num_bytes for term in passing) // 25, "4 % of what comes and goes"))
     terms.append(_device("CUDA context", CUDA_CONTEXT_BYTES, "context, cuBLAS workspaces, loaded kernels"))
-    return tuple(terms)
+    return tuple(term for term in terms if term.num_bytes)
 
 
 def _work_term(compute: ComputeShape, tokens: int, decoder: int, weight: int, compiled: bool) -> Term:

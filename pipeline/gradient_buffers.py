@@ -1,11 +1,13 @@
 """Device memory that gradients pass through: fp32 sums over the micro-batches, then buffers on their way to the host.
 
 A layer's gradient is summed in an *accumulator*, which is zero between layers. It leaves as the arena's gradient type
-through one of a few *outgoing* buffers, so that the next layer's backward need not wait for the copy to the host.
+through one of a few *outgoing* buffers, so that the next layer's backward need not wait for the copy to the host, or
+through a buffer of the layer's own, where it waits for the global norm when the host has no room for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -72,30 +74,43 @@ class _Outgoing:
 class OutgoingGradients:
     """Buffers of finished gradients on their way to the host. `fill` and `drain` may run in different threads.
 
-    Layers use the buffers in turn, from the head down. The caller must have seen the `drain` of a buffer's last
-    gradient return before it fills it again; the device waits for the end of that copy.
+    Layers use the buffers in turn, from the head down, save those that hold theirs. The caller must have seen the
+    `drain` of a buffer's last gradient return before it fills it again; the device waits for the end of that copy.
     """
 
-    def __init__(self, layout: ModelLayout, count: int, dtype: torch.dtype, streams: Streams) -> None:
-        """Allocate `count` buffers of the arena's gradient type, each as large as the layers that use it."""
-        self._streams = streams
-        self._last = len(layout.layers) - 1
-        numel = [0] * count
-        for layer in layout.layers:
-            index = self._index(layer.index, count)
-            numel[index] = max(numel[index], layer.numel)
-        self._buffers = [_Outgoing(torch.empty(size, dtype=dtype, device=streams.device)) for size in numel]
+    def __init__(
+        self, layout: ModelLayout, count: int, dtype: torch.dtype, streams: Streams, held: Collection[int] = ()
+    ) -> None:
+        """Allocate `count` buffers of the arena's gradient type, each as large as the layers that use it.
 
-    def _index(self, layer: int, count: int) -> int:
-        return (self._last - layer) % count
+        Args:
+            layout: The model.
+            count: Buffers that the layers use in turn.
+            dtype: Of the gradients in the arena.
+            streams: Of this process.
+            held: Layers whose gradients wait on the device for the norm; each gets a buffer of its own.
+        """
+        self._streams = streams
+        last = len(layout.layers) - 1
+        buffer_of = {layer.index: (last - layer.index) % count for layer in layout.layers if layer.index not in held}
+        buffer_of |= {layer: count + rank for rank, layer in enumerate(sorted(held))}
+        numel: dict[int, int] = {}
+        for layer in layout.layers:
+            buffer = buffer_of[layer.index]
+            numel[buffer] = max(numel.get(buffer, 0), layer.numel)
+        buffers = {
+            buffer: _Outgoing(torch.empty(size, dtype=dtype, device=streams.device)) for buffer, size in numel.items()
+        }
+        self._buffers = {layer: buffers[buffer] for layer, buffer in buffer_of.items()}
+        """By layer."""
 
     def _of(self, layer: int) -> _Outgoing:
-        return self._buffers[self._index(layer, len(self._buffers))]
+        return self._buffers[layer]
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the buffers."""
-        return sum(outgoing.buffer.nbytes for outgoing in self._buffers)
+        return sum(buffer.nbytes for buffer in {id(each): each.buffer for each in self._buffers.values()}.values())
 
     def fill(self, step: int, layer: int, accumulator: torch.Tensor) -> None:
         """Enqueue on the compute stream: convert a finished gradient into the layer's buffer, zero the accumulator.
@@ -137,8 +152,14 @@ class OutgoingGradients:
         outgoing.holds = None
         return landed
 
+    def read(self, step: int, layer: int) -> torch.Tensor:
+        """A finished gradient [layer.numel] for work on the compute stream, which `discard` follows."""
+        outgoing = self._of(layer)
+        assert outgoing.holds == (step, layer), f"no gradient of {step, layer} is ready"
+        return outgoing.buffer
+
     def discard(self, step: int, layer: int) -> None:
-        """Give a filled buffer back without copying it: for measurements of computation alone."""
+        """Give a filled buffer back without copying it: its gradient has been used on the device, or is not needed."""
         outgoing = self._of(layer)
         assert outgoing.holds == (step, layer), f"no gradient of {step, layer} is ready"
         outgoing.holds = None

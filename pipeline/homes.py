@@ -10,33 +10,61 @@ from collections.abc import Sequence
 from tiers.layout import LayerHome, LayerKind, LayerLayout, ModelLayout
 
 GRADIENT_RING = 3
-"""RAM gradient slots of the decoder layers without clipping: one arrives, one waits, one is read by the update."""
+"""RAM gradient slots that layers use in turn, without clipping and for gradients that wait for the norm on the device:
+one arrives, one waits, one is read by the update."""
 
 SHARED_SLOT_RATIO = 1.25
 """A vocabulary layer shares the decoder layers' staging slots where it is at most this much larger than they are."""
 
 
-def candidates(model: ModelLayout, *, clip: bool, staging_slots: int, nvme: bool) -> list[tuple[LayerHome, ...]]:
-    """Homes of all layers, from the least to the most on NVMe."""
+def candidates(
+    model: ModelLayout, *, clip: bool, staging_slots: int, nvme: bool, device_gradients: int = 0
+) -> list[tuple[LayerHome, ...]]:
+    """Homes of all layers in order of preference: as little as possible on NVMe, then as few gradients on the device.
+
+    Args:
+        model: The layout.
+        clip: Whether every gradient is held until the norm is known.
+        staging_slots: The most RAM slots that the layers on NVMe share; fewer are tried too.
+        nvme: Whether there is a drive.
+        device_gradients: Layers whose held gradients the device has room for.
+    """
     layers = model.layers
-    found = [homes(model, clip=clip, state=[], weights=[], staging_slots=staging_slots)]
+    found = [
+        homes(model, clip=clip, state=[], weights=[], staging_slots=staging_slots, device_gradients=held)
+        for held in range(device_gradients + 1)
+    ]
     if not nvme:
         return found
     decoders = [layer.index for layer in layers if layer.kind is LayerKind.DECODER]
     vocabulary = [layer.index for layer in layers if _spills(layer, model)]
-    for slots in sorted({staging_slots, min(2, staging_slots)}, reverse=True):
+    for slots in range(staging_slots, 0, -1):
         choices = [_spread(decoders, count) for count in range(slots + 1, len(decoders) + 1)]
         choices.append(sorted(decoders + vocabulary))
         spilled: list[tuple[list[int], list[int]]] = [(state, []) for state in choices]
         spilled += [(choices[-1], weights) for weights in choices]
         found += [
-            homes(model, clip=clip, state=state, weights=weights, staging_slots=slots) for state, weights in spilled
+            homes(
+                model,
+                clip=clip,
+                state=state,
+                weights=weights,
+                staging_slots=slots,
+                device_gradients=device_gradients,
+            )
+            for state, weights in spilled
         ]
     return found
 
 
 def homes(
-    model: ModelLayout, *, clip: bool, state: Sequence[int], weights: Sequence[int], staging_slots: int
+    model: ModelLayout,
+    *,
+    clip: bool,
+    state: Sequence[int],
+    weights: Sequence[int],
+    staging_slots: int,
+    device_gradients: int = 0,
 ) -> tuple[LayerHome, ...]:
     """Homes of all layers, with the state and the weights of the given ones on NVMe.
 
@@ -46,12 +74,21 @@ def homes(
         state: Indices of layers whose optimizer state is on NVMe, ascending.
         weights: Likewise for weights; each must be among `state`.
         staging_slots: RAM slots that the decoder layers on NVMe share, for weights and for state each.
+        device_gradients: Layers, the last ones, whose gradients wait for the norm on the device: their updates come
+            last, so the first updates find their gradients in RAM. Only with clipping.
     """
+    assert clip or not device_gradients, "without clipping no gradient waits"
     state_slot = _staging(model, state, staging_slots)
     weight_slot = _staging(model, weights, staging_slots)
-    gradient = _gradient_slots(model, clip)
+    gradient = _gradient_slots(model, clip, device_gradients)
+    first_held = len(model.layers) - device_gradients
     return tuple(
-        LayerHome(weight_slot.get(layer.index), state_slot.get(layer.index), gradient[layer.index])
+        LayerHome(
+            weight_slot.get(layer.index),
+            state_slot.get(layer.index),
+            gradient[layer.index],
+            gradient_on_device=layer.index >= first_held,
+        )
         for layer in model.layers
     )
 
@@ -75,9 +112,11 @@ def _staging(model: ModelLayout, spilled: Sequence[int], slots: int) -> dict[int
     return assigned | {index: slots for index in spilled if index not in assigned}
 
 
-def _gradient_slots(model: ModelLayout, clip: bool) -> tuple[int, ...]:
+def _gradient_slots(model: ModelLayout, clip: bool, device_gradients: int) -> tuple[int, ...]:
     if clip:
-        return tuple(range(len(model.layers)))
+        held_in_ram = len(model.layers) - device_gradients
+        ring = _staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING)
+        return (*range(held_in_ram), *(held_in_ram + slot for slot in ring.values()))
     decoders = 0
     slots: list[int] = []
     for layer in model.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from pipeline.device_footprint import device_terms
@@ -46,7 +47,7 @@ class PlacementRequest:
     """Global clipping holds every gradient until the norm is known."""
     processes: ProcessShape = field(default_factory=ProcessShape)
     staging_slots: int = 3
-    """RAM slots that the layers on NVMe share, for weights and for state each; 2 are tried where 3 do not fit."""
+    """The most RAM slots that the layers on NVMe share, for weights and for state each; fewer where they do not fit."""
     decoder_slots: int = 2
     gradient_type: ElementType | None = None
     """None means that of the precision."""
@@ -84,7 +85,8 @@ class Shortage:
 
 def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
     """The first of the candidates, in order of preference, that fits."""
-    spilled, device = _place_device(request, budget.gpu_bytes)
+    spilled = _spilled_boundaries(request, budget.gpu_bytes)
+    device = _device(request, spilled, 0)
     if total(device) > budget.gpu_bytes:
         return Shortage(Place.DEVICE, total(device), device)
     pinned_bytes = spilled * request.step.tokens * request.compute.hidden_size * _weight_bytes(request.model)
@@ -92,7 +94,11 @@ def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shorta
     least_bytes = 0
     drive: Shortage | None = None
     for homes in candidates(
-        request.model, clip=request.clip, staging_slots=request.staging_slots, nvme=budget.nvme_bytes > 0
+        request.model,
+        clip=request.clip,
+        staging_slots=request.staging_slots,
+        nvme=budget.nvme_bytes > 0,
+        device_gradients=_room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip else 0,
     ):
         tier = TierPlan(request.model, homes, _gradient_type(request), pinned_bytes)
         arena_bytes = ArenaMap.of(tier).total_bytes
@@ -107,6 +113,7 @@ def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shorta
                 drive = Shortage(Place.NVME, total(nvme), nvme)
             continue
         host = (*arena_terms(tier), *process_terms(arena_bytes, request.processes))
+        device = _device(request, spilled, sum(home.gradient_on_device for home in homes))
         return Placement(tier, _schedule(request, homes), spilled, budget, (*host, *device, *nvme))
     if drive is not None:
         return drive
@@ -114,22 +121,30 @@ def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shorta
     return Shortage(Place.RAM, least_bytes, arena_terms(least))
 
 
-def _place_device(request: PlacementRequest, gpu_bytes: int) -> tuple[int, tuple[Term, ...]]:
-    """How many decoder layers' inputs spill to pinned RAM, the fewest that fit, and the account of the device."""
+def _spilled_boundaries(request: PlacementRequest, gpu_bytes: int) -> int:
+    """How many decoder layers' inputs spill to pinned RAM: the fewest that fit, all where none do."""
     decoders = sum(layer.kind is LayerKind.DECODER for layer in request.model.layers)
-    for spilled in range(decoders + 1):
-        device = device_terms(
-            request.model,
-            request.compute,
-            request.step,
-            _gradient_type(request).bytes,
-            decoder_slots=request.decoder_slots,
-            spilled_boundaries=spilled,
-            compiled=request.processes.compiled,
-        )
-        if total(device) <= gpu_bytes:
-            break
-    return spilled, device
+    return next((n for n in range(decoders) if total(_device(request, n, 0)) <= gpu_bytes), decoders)
+
+
+def _room_for_gradients(request: PlacementRequest, spilled: int, gpu_bytes: int) -> int:
+    """How many layers' gradients can wait for the norm on the device."""
+    counts = range(len(request.model.layers) + 1)
+    # Bytes grow with the count, save that the outgoing buffers go with the last: bisect finds the last that fits.
+    return bisect_right(counts, gpu_bytes, key=lambda held: total(_device(request, spilled, held))) - 1
+
+
+def _device(request: PlacementRequest, spilled: int, held_gradients: int) -> tuple[Term, ...]:
+    return device_terms(
+        request.model,
+        request.compute,
+        request.step,
+        _gradient_type(request).bytes,
+        decoder_slots=request.decoder_slots,
+        spilled_boundaries=spilled,
+        held_gradients=held_gradients,
+        compiled=request.processes.compiled,
+    )
 
 
 def _weight_bytes(model: ModelLayout) -> int:
@@ -149,6 +164,7 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...]) -> Schedu
         weight_slots=tuple(home.weight_slot for home in homes),
         state_slots=tuple(home.state_slot for home in homes),
         gradient_slots=tuple(home.gradient_slot for home in homes),
+        device_gradients=tuple(home.gradient_on_device for home in homes),
     )
 
 

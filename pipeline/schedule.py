@@ -105,6 +105,9 @@ class SchedulePlan:
     """By layer: RAM slot of state that lives on NVMe; empty or None where it lives in RAM."""
     gradient_slots: tuple[int, ...] = ()
     """By layer: gradient slot in RAM; empty means one of its own for every layer."""
+    device_gradients: tuple[bool, ...] = ()
+    """By layer: whether the gradient waits for the norm in a device buffer of its own; empty means none does. Only
+    with clipping."""
 
     @property
     def num_layers(self) -> int:
@@ -133,6 +136,10 @@ class SchedulePlan:
     def gradient_slot(self, layer: int) -> int:
         """RAM slot that holds the layer's gradient from `offload` to `update`."""
         return self.gradient_slots[layer] if self.gradient_slots else layer
+
+    def gradient_on_device(self, layer: int) -> bool:
+        """Whether the layer's gradient leaves the device only before its update, not at the end of its backward."""
+        return bool(self.device_gradients) and self.device_gradients[layer]
 
 
 def build_step(plan: SchedulePlan, *, checkpoint: bool = False) -> tuple[Operation, ...]:
@@ -187,15 +194,17 @@ class _StepBuilder:
         )
         if not self.plan.clip:
             self.add(Key(Op.LOSS), after=(Key(Op.HEAD),), after_last=(Key(Op.LOSS),))
-        self.offload(self.plan.head)
+        self.leave(self.plan.head)
         for layer in range(self.plan.head - 1, -1, -1):
             self.backward(layer)
-            self.offload(layer)
+            self.leave(layer)
         self.add(
             Key(Op.NORM), after=(_backward(0), *(() if self.plan.clip else (Key(Op.LOSS),))), after_last=(Key(Op.NORM),)
         )
         if self.plan.clip:
             for layer in range(self.plan.num_layers):
+                if self.plan.gradient_on_device(layer):
+                    self.offload(layer)
                 self.update(layer, Key(Op.NORM))
         if checkpoint:
             for layer in self.update_order():
@@ -252,12 +261,17 @@ class _StepBuilder:
             Key(Op.STAGE, layer, pass_), after=tuple(after), after_last=tuple(after_last), takes=takes, holds=holds
         )
 
+    def leave(self, layer: int) -> None:
+        """What follows on a layer's backward."""
+        if not self.plan.gradient_on_device(layer):
+            self.offload(layer)
+        if not self.plan.clip:
+            self.update(layer, Key(Op.LOSS))
+
     def offload(self, layer: int) -> None:
         done = Key(Op.HEAD) if layer == self.plan.head else _backward(layer)
         gradient = _Resource("gradient", self.plan.gradient_slot(layer))
         self.add(Key(Op.OFFLOAD, layer), after=(done,), takes=(gradient,), holds=(self._outgoing(layer),))
-        if not self.plan.clip:
-            self.update(layer, Key(Op.LOSS))
 
     def update(self, layer: int, control: Key) -> None:
         after = [Key(Op.OFFLOAD, layer), control]
@@ -300,6 +314,8 @@ class _StepBuilder:
         return _Resource("device", self.plan.device_slot(layer))
 
     def _outgoing(self, layer: int) -> _Resource:
+        if self.plan.gradient_on_device(layer):
+            return _Resource("held gradient", layer)
         return _Resource("outgoing", (self.plan.head - layer) % self.plan.outgoing_buffers)
 
 

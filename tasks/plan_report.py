@@ -152,10 +152,9 @@ def home_ranges(placement: Placement) -> list[HomeRange]:
     clip = placement.schedule.clip
     pairs = list(zip(placement.tier.model.layers, placement.tier.homes, strict=True))
     ranges = []
-    for _, run in groupby(pairs, key=lambda pair: (pair[0].kind, _tiers_of(pair[1]))):
+    for _, run in groupby(pairs, key=lambda pair: (pair[0].kind, _tiers_of(pair[1], clip))):
         members = list(run)
-        home = members[0][1]
-        weights, state = _tiers_of(home)
+        weights, state, gradients = _tiers_of(members[0][1], clip)
         ranges.append(
             HomeRange(
                 first=members[0][0].name,
@@ -164,11 +163,17 @@ def home_ranges(placement: Placement) -> list[HomeRange]:
                 parameters=sum(layer.num_parameters for layer, _ in members),
                 weights=weights,
                 state=state,
-                gradients="RAM, held to the norm" if clip else "RAM, a few slots",
+                gradients=gradients,
             )
         )
     return ranges
 
 
-def _tiers_of(home: LayerHome) -> tuple[str, str]:
-    return "RAM" if home.weight_slot is None else "NVMe", "RAM" if home.state_slot is None else "NVMe"
+def _tiers_of(home: LayerHome, clip: bool) -> tuple[str, str, str]:
+    """Where weights, state and gradient of a layer live."""
+    held = "device" if home.gradient_on_device else "RAM"
+    return (
+        "RAM" if home.weight_slot is None else "NVMe",
+        "RAM" if home.state_slot is None else "NVMe",
+        f"{held}, held to the norm" if clip else "RAM, a few slots",
+    )

@@ -68,12 +68,13 @@ def _merged(ranges: Sequence[HomeRange]) -> list[list[str]]:
     """Rows of ranges; a pattern that alternates (state of every third layer on NVMe) becomes a row for each kind."""
     if len(ranges) <= 8:
         return [_row(_name(each), each.parameters, each) for each in ranges]
-    rows: dict[tuple[str, str, str], list[HomeRange]] = {}
+    rows: dict[tuple[str, ...], list[HomeRange]] = {}
     for each in ranges:
         decoder = each.first.startswith("layer-")
-        rows.setdefault(("layers" if decoder else each.first, each.weights, each.state), []).append(each)
+        key = ("layers" if decoder else each.first, each.weights, each.state, each.gradients)
+        rows.setdefault(key, []).append(each)
     merged = []
-    for (name, _, _), members in rows.items():
+    for (name, *_), members in rows.items():
         count = sum(each.layers for each in members)
         label = f"{count} layers, spread" if name == "layers" and len(members) > 1 else _name(members[0])
         merged.append(_row(label, sum(each.parameters for each in members), members[0]))

@@ -180,6 +180,8 @@ class LayerHome:
     state_slot: int | None = None
     """A layer whose weights are on NVMe has its state there too: an update needs both."""
     gradient_slot: int = 0
+    gradient_on_device: bool = False
+    """Whether the gradient waits for the global norm in device memory; its RAM slot then is one of a few in turn."""
 
     def __post_init__(self) -> None:
         assert self.weight_slot is None or self.state_slot is not None
@@ -242,7 +244,9 @@ class ArenaMap:
             activations = Extent(cursor.take(numel * ElementType.BFLOAT16.bytes), numel, ElementType.BFLOAT16)
         registered_bytes = cursor.offset
         slots = [home.state_slot for home in homes]
-        by_buffer = {buffer: _region(cursor, layers, slots, types[buffer]) for buffer in state_buffers(plan.model.precision)}
+        by_buffer = {
+            buffer: _region(cursor, layers, slots, types[buffer]) for buffer in state_buffers(plan.model.precision)
+        }
         spilled = [layer for layer, home in zip(layers, homes, strict=True) if home.weight_slot is not None]
         # The master's high half of a layer whose weights are on NVMe is updated in a slot of its own: the slot that
         # streams it to the device may already hold another layer.

@@ -82,8 +82,25 @@ def test_workers_and_buffers_do_not_change_a_bit(
     assert_same(run(case), baseline(precision, max_grad_norm))
 
 
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("device_gradients", [1, 4, 7])
+@pytest.mark.parametrize("state", [(), DECODERS], ids=["ram", "state on nvme"])
+def test_gradients_that_wait_for_the_norm_on_the_device_do_not_change_a_bit(
+    state: Sequence[int], device_gradients: int, precision: Precision, tmp_path: Path
+) -> None:
+    case = Case(
+        tiny_config("llama"),
+        precision,
+        0.5,
+        device_gradients=device_gradients,
+        state_on_nvme=tuple(state),
+        nvme_dir=tmp_path,
+    )
+    assert_same(run(case), baseline(precision, 0.5))
+
+
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("staging_slots", [2, 3])
+@pytest.mark.parametrize("staging_slots", [1, 2, 3])
 @pytest.mark.parametrize(
     ("precision", "state", "weights"),
     [

@@ -120,6 +120,7 @@ def test_checkpoints_that_do_not_fit_the_disk_are_warned_of(capsys: pytest.Captu
     """FAULTS B145: keep_last checkpoints and the one being written, against the free space."""
     recipe = str(RECIPES / "qwen2.5-7b.toml")
     cpu = ("--set", "train.device=cpu", "--set", f"run.dir={tmp_path / 'run'}", "--set", "checkpoint.keep_last=900")
+    cpu += ("--set", f"memory.nvme_dir={tmp_path}")
     _, text = plan(capsys, recipe, *cpu, "--set", "checkpoint.every_steps=1", "--set", "train.steps=1000", "--json")
     checkpoints = json.loads(text)["checkpoints"]
     assert checkpoints["kept"] == 901
@@ -128,13 +129,16 @@ def test_checkpoints_that_do_not_fit_the_disk_are_warned_of(capsys: pytest.Captu
     assert "WARNING: they do not fit" in text
 
 
-def test_no_time_is_predicted_for_a_machine_that_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_time_is_predicted_for_a_machine_that_was_not_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     config = '{model_type="qwen2",vocab_size=512,hidden_size=64,intermediate_size=128,num_hidden_layers=2,'
     config += "num_attention_heads=4,num_key_value_heads=2,tie_word_embeddings=true}"
     status, text = plan(
         capsys,
         str(RECIPES / "qwen2.5-7b.toml"),
         *("--set", f"model.config={config}", "--set", "train.device=cpu", "--set", "train.sequence_length=64"),
+        *("--set", f"memory.nvme_dir={tmp_path}"),
     )
     assert status == 0
     assert "tasks.probe" in text

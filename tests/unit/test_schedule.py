@@ -22,6 +22,8 @@ def make_plan(
     decoder_slots: int = 2,
     spilled: str = "none",
     ring: int = 0,
+    held: int = 0,
+    on_device: int = 0,
 ) -> SchedulePlan:
     kinds = (LayerKind.EMBEDDING, *[LayerKind.DECODER] * decoders, LayerKind.HEAD)
     slots = tuple(None if kind is not LayerKind.DECODER else index % 2 for index, kind in enumerate(kinds))
@@ -30,6 +32,11 @@ def make_plan(
         if ring
         else ()
     )
+    device_gradients = tuple(index >= len(kinds) - held for index in range(len(kinds)))
+    if held:
+        gradients = tuple(
+            len(kinds) + index % 3 if on_device else index for index, on_device in enumerate(device_gradients)
+        )
     return SchedulePlan(
         kinds=kinds,
         tied=tied,
@@ -38,6 +45,8 @@ def make_plan(
         weight_slots=slots if spilled == "weights" else (),
         state_slots=slots if spilled != "none" else (),
         gradient_slots=gradients,
+        device_gradients=device_gradients,
+        device_updates=tuple(range(min(on_device, decoder_slots + 1, decoders + 1))) if spilled == "none" else (),
     )
 
 
@@ -48,6 +57,8 @@ plans = st.builds(
     clip=st.just(True),
     decoder_slots=st.integers(1, 3),
     spilled=st.sampled_from(["none", "state", "weights"]),
+    held=st.integers(0, 9),
+    on_device=st.integers(0, 4),
 ) | st.builds(
     make_plan,
     decoders=st.integers(1, 7),
@@ -70,7 +81,8 @@ class Machine:
     gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
     outgoing: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     version: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """By layer: updates applied."""
+    """By layer: updates applied, as the arena has it."""
+    lent: dict[int, int] = field(default_factory=dict)
     on_disk: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     log: Counter[str] = field(default_factory=Counter)
 
@@ -79,12 +91,20 @@ class Machine:
         slot = self.plan.device_slot(layer)
         return -1 if slot < 0 and not self.plan.tied else slot
 
+    def outgoing_key(self, layer: int) -> int:
+        """The buffer that a layer's gradient leaves through; those that are held have their own."""
+        if self.plan.gradient_on_device(layer):
+            return self.plan.outgoing_buffers + layer
+        return (self.plan.head - layer) % self.plan.outgoing_buffers
+
     def run(self, step: int, key: Key) -> None:
         layer, plan = key.layer, self.plan
         self.log[f"{key}"] += 1
         match key.op:
             case Op.LOAD_WEIGHTS:
                 self.ram_weights[plan.weight_slot(layer) or 0] = (layer, self.on_disk[layer])
+            case Op.STAGE if layer in plan.device_updates and self.device.get(self.device_key(layer)) == (layer, step):
+                pass
             case Op.STAGE:
                 if plan.weight_slot(layer) is None:
                     content = (layer, self.version[layer])
@@ -100,7 +120,7 @@ class Machine:
                 if plan.tied:
                     assert self.device[self.device_key(0)] == (0, step)
             case Op.OFFLOAD:
-                buffer = (plan.head - layer) % plan.outgoing_buffers
+                buffer = self.outgoing_key(layer)
                 assert self.outgoing[buffer] == (layer, step)
                 self.outgoing[buffer] = None
                 slot = plan.gradient_slot(layer)
@@ -115,6 +135,18 @@ class Machine:
                 self.version[layer] += 1
                 if plan.state_slot(layer) is not None:
                     assert self.ram_state[plan.state_slot(layer) or 0] == (layer, step)
+            case Op.LEND_STATE:
+                assert self.version[layer] == step
+                self.lent[layer] = step
+            case Op.UPDATE_ON_DEVICE:
+                assert self.lent[layer] == step
+                assert self.device[self.device_key(layer)] == (layer, step)
+                assert self.outgoing[self.outgoing_key(layer)] == (layer, step)
+                self.outgoing[self.outgoing_key(layer)] = None
+                self.device[self.device_key(layer)] = (layer, step + 1)
+            case Op.RETURN_STATE:
+                assert self.device[self.device_key(layer)] == (layer, step + 1)
+                self.version[layer] += 1
             case Op.STORE_STATE:
                 assert self.ram_state[plan.state_slot(layer) or 0] == (layer, step)
                 self.on_disk[layer] = step + 1
@@ -122,7 +154,7 @@ class Machine:
                 assert self.version[layer] == step + 1
         if key.op in (Op.BACKWARD, Op.HEAD):
             layer = plan.head if key.op is Op.HEAD else layer
-            buffer = (plan.head - layer) % plan.outgoing_buffers
+            buffer = self.outgoing_key(layer)
             assert self.outgoing.get(buffer) is None, f"{key} overwrites a gradient that has not left"
             self.outgoing[buffer] = (layer, step)
 
@@ -179,6 +211,28 @@ def test_weights_cross_once_forward_and_once_backward_and_not_again_where_they_s
     operations = build_step(make_plan(decoders=6))
     assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.FORWARD] == list(range(8))
     assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.BACKWARD] == [4, 3, 2, 1]
+
+
+def test_a_gradient_on_the_device_leaves_between_the_norm_and_its_update() -> None:
+    names = [str(operation.key) for operation in build_step(make_plan(held=3))]
+    for layer in (3, 4, 5):
+        assert names.index("norm") < names.index(f"offload[{layer}]") == names.index(f"update[{layer}]") - 1
+    assert names.index("offload[2]") < names.index("norm")
+
+
+def test_layers_that_the_next_step_reads_first_are_updated_where_they_lie() -> None:
+    operations = {operation.key: operation for operation in build_step(make_plan(decoders=6, on_device=3))}
+    for layer in range(3):
+        assert Key(Op.UPDATE, layer) not in operations and Key(Op.OFFLOAD, layer) not in operations
+        assert operations[Key(Op.STAGE, layer)].after_last == (Key(Op.UPDATE_ON_DEVICE, layer),)
+        assert Key(Op.NORM) in operations[Key(Op.UPDATE_ON_DEVICE, layer)].after
+    # The slot of layer 1 is free once its new weights have left; nothing of the next forward waits for the embedding.
+    assert Key(Op.RETURN_STATE, 1) in operations[Key(Op.STAGE, 3)].after_last
+    assert not any(
+        Key(Op.RETURN_STATE, 0) in operation.after_last
+        for key, operation in operations.items()
+        if key.op in (Op.STAGE, Op.FORWARD) and key.layer < 7 and key.pass_ is Pass.FORWARD
+    )
 
 
 def test_updates_run_in_forward_order_behind_the_norm_with_clipping_and_as_gradients_arrive_without() -> None:
