@@ -56,6 +56,7 @@ def describe(state: HeadState) -> str:
             "submit       python -m cluster.submit -- python -m tasks.train RECIPE.toml",
             'or           eval "$(python -m cluster.head env)"',
             "             ray job submit --working-dir . -- python -m tasks.train RECIPE.toml",
+            "timeline     python -m cluster.timeline",
             "stop         python -m cluster.head down",
         ]
     )

@@ -58,6 +58,8 @@ class Seen:
     gauges: dict[str, float]
     timeline: list[tuple[str, float, float]]
     tasks: list[str]
+    rows_of_updates: set[str]
+    """Rows of `cluster.timeline` that hold update[3]."""
 
     def times(self, *operations: str) -> list[tuple[float, float]]:
         """Begin and end of operations, whatever their layer."""
@@ -96,7 +98,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         )
         watch = str(REPOSITORY / "tests" / "support" / "watch_job.py")
         answer: dict[str, Any] = json.loads(run(watch, state.dashboard_url, str(run_dir / "metrics.jsonl"), **client))
-        yield Seen(**answer)
+        run("-m", "cluster.timeline", "--out", str(root / "timeline.json"))
+        events = json.loads((root / "timeline.json").read_text())
+        rows = {event["tid"].split(" (")[0] for event in events if event["name"] == "update[3]"}
+        yield Seen(**answer, rows_of_updates=rows)
     finally:
         run("-m", "cluster.head", "down", "--job-grace-s", "20")
 
@@ -116,6 +121,7 @@ def test_operations_stand_in_task_list_and_timeline_by_name(seen: Seen) -> None:
     assert set(seen.tasks) == {"Compute.forward"}
     names = {name for name, _, _ in seen.timeline}
     assert {"forward[3]", "backward[3]", "update[3]", "stage[3]", "offload[3]", "head", "norm"} <= names
+    assert seen.rows_of_updates == {"optimizer-0"}
 
 
 def test_updates_run_beside_forward_and_backward(seen: Seen) -> None:
