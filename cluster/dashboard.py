@@ -9,6 +9,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.environment import SESSION_FOLDER
 from cluster.errors import ClusterError
 from cluster.state import HeadState
 
@@ -50,9 +51,8 @@ class Dashboard:
                 return
             except ClusterError as error:
                 if time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"{error}. Jobs need the dashboard; its log is under {self.state.temp_dir}/session_latest/logs"
-                    ) from error
+                    logs = self.state.temp_dir / SESSION_FOLDER / "session_latest" / "logs"
+                    raise ClusterError(f"{error}. Jobs need the dashboard; its log is in {logs}") from error
                 time.sleep(_POLL_S)
 
     def jobs(self) -> list[Job]:

@@ -19,6 +19,9 @@ STATE = "MEGATRAIN_STATE"
 OBJECT_STORE_BYTES = 256 << 20
 """Tensors never travel through the object store; names, metrics and token ids fit many times."""
 
+SESSION_FOLDER = "ray"
+"""Ray opens its temporary directory to every user (mode 0777): it gets a folder inside a directory of mode 0700."""
+
 JOB_STOP_WAIT_S = 120
 """Ray kills a stopped job's driver after 3 s by default: too soon for the step at work and its checkpoint."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ray
 
-from cluster.environment import OBJECT_STORE_BYTES, settings
+from cluster.environment import OBJECT_STORE_BYTES, SESSION_FOLDER, settings
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.preflight import require_short
 from cluster.state import write_private
@@ -94,7 +94,7 @@ def embedded(
     # Named after this process, so that a later run can tell what a killed one left behind.
     temp_dir = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
     try:
-        require_short(temp_dir)
+        require_short(temp_dir / SESSION_FOLDER)
         token_path = temp_dir / "token"
         write_private(token_path, _token())
         # Ray turns authentication on by itself in `ray.init`, and says so in a warning that asks for nothing.
@@ -108,7 +108,7 @@ def embedded(
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     logging_level=logging.WARNING,
-                    _temp_dir=str(temp_dir),
+                    _temp_dir=str(temp_dir / SESSION_FOLDER),
                 )
             except Exception as error:
                 raise ClusterError(f"an embedded Ray did not start in {temp_dir}: {error}") from error

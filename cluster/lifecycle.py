@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cluster import preflight, processes
 from cluster.dashboard import Dashboard
-from cluster.environment import JOB_STOP_WAIT_S, OBJECT_STORE_BYTES, head_environment
+from cluster.environment import JOB_STOP_WAIT_S, OBJECT_STORE_BYTES, SESSION_FOLDER, head_environment
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.state import HeadState, StateDirectory
 
@@ -91,7 +91,7 @@ def start(directory: StateDirectory, settings: HeadSettings, say: Callable[[str]
         # Recorded before anything runs: whatever happens now, the next `up` or `down` finds what to end and remove.
         directory.save(state)
         try:
-            preflight.require_short(temp_dir)
+            preflight.require_short(temp_dir / SESSION_FOLDER)
             directory.write_token()
             _run_ray_start(state, settings, ports)
             state = replace(
@@ -136,7 +136,7 @@ def stop(
 def _run_ray_start(state: HeadState, settings: HeadSettings, ports: preflight.Ports) -> None:
     """Run `ray start --head` of this interpreter's environment, detached from the caller's terminal."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"]
-    command += [f"--port={ports.gcs}", f"--temp-dir={state.temp_dir}"]
+    command += [f"--port={ports.gcs}", f"--temp-dir={state.temp_dir / SESSION_FOLDER}"]
     command += [f"--dashboard-host={_HOST}", f"--dashboard-port={ports.dashboard}", "--include-dashboard=true"]
     command += [f"--ray-client-server-port={ports.client_server}", f"--dashboard-agent-listen-port={ports.agent}"]
     command += [f"--object-store-memory={settings.object_store_bytes}"]

@@ -27,7 +27,7 @@ class HeadState:
     """`host:port` of the head, for `RAY_ADDRESS`."""
     dashboard_url: str
     temp_dir: Path
-    """Ray's sessions and logs; owned by the head and removed with it."""
+    """Mode 0700. Ray's sessions and logs lie in it; owned by the head and removed with it."""
     token_path: Path
     processes: tuple[ProcessId, ...] = ()
     """The daemons right after the start."""

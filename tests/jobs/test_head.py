@@ -132,6 +132,7 @@ def test_goes_without_a_trace_and_leaves_its_neighbour_alone(machine: Machine, t
     assert up.returncode == 0, up.stderr
     head, neighbour = second.head(), machine.head()
     assert json.loads(up.stdout)["dashboard_url"] != neighbour.dashboard_url
+    assert head.temp_dir.stat().st_mode & 0o077 == 0
     down = second.run("cluster.head", "down")
     assert down.returncode == 0, down.stderr
     assert processes_of(head.marker, head.processes) == frozenset()
