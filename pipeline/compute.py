@@ -19,13 +19,14 @@ from pipeline.device import open_device, register_host_memory, unregister_host_m
 from pipeline.device_slots import WeightSlots
 from pipeline.families import ModelSpec
 from pipeline.gradient_buffers import OutgoingGradients
+from pipeline.lent_states import LentStates
 from pipeline.messages import Batch, LaneSpan, LossSum, StepControl, StepResult
 from pipeline.outcome import decide, global_norm, report
 from pipeline.passes import Passes
 from pipeline.spans import SpanRecorder
 from pipeline.streams import open_streams
 from tiers.arena import Arena
-from tiers.layout import ElementType, Extent
+from tiers.layout import PAGE_BYTES, ArenaMap, Buffer, ElementType, Extent, round_up, state_buffers
 from tiers.parameter_tier import TierHandle
 
 __all__ = ["Compute", "ComputeActor", "ComputeSettings"]
@@ -47,8 +48,8 @@ class Compute:
         self._device = open_device(settings)
         self._arena, arena_map = tier.attach()
         model = arena_map.plan.model
-        if self._device.type == "cuda":
-            register_host_memory(self._arena.address, arena_map.registered_bytes)
+        self._registered: list[int] = []
+        self._register(0, arena_map.registered_bytes)
         self._streams = open_streams(self._device)
         self._spans = SpanRecorder(ACTOR_NAME, settings.record_spans)
         self._layer_names = [layer.name for layer in model.layers]
@@ -56,19 +57,22 @@ class Compute:
         self._gradients = [_tensor(self._arena, extent) for extent in arena_map.gradients]
         room = _tensor(self._arena, arena_map.activations).view(torch.uint8) if arena_map.activations else None
         self._slots = WeightSlots(model, settings.decoder_slots, weights, self._streams)
-        held = [layer for layer, home in enumerate(arena_map.plan.homes) if home.gradient_on_device]
+        homes = arena_map.plan.homes
+        held = {layer for layer, home in enumerate(homes) if home.gradient_on_device} | set(settings.device_updates)
         self._outgoing = OutgoingGradients(
             model, settings.outgoing_buffers, self._gradients[0].dtype, self._streams, held
         )
+        self._lent = LentStates(model, self._lendable(arena_map), settings.optimizer, self._streams)
         boundaries = Boundaries(self._streams, room)
         self._passes = Passes(
             spec, model, settings, self._streams, self._slots, self._outgoing, boundaries, self._spans
         )
 
     def ready(self) -> int:
-        """Return the device memory taken for good, in bytes: slots, accumulators and outgoing buffers."""
+        """Return the device memory taken for good, in bytes: slots, accumulators, outgoing buffers and lent states."""
         self._streams.synchronize()
-        return self._slots.num_bytes + self._passes.accumulators.num_bytes + self._outgoing.num_bytes
+        gradients = self._passes.accumulators.num_bytes + self._outgoing.num_bytes
+        return self._slots.num_bytes + gradients + self._lent.num_bytes
 
     @ray.method(concurrency_group="transfer")
     def begin(self, step: int, batch: Batch, *after: object) -> None:
@@ -103,6 +107,24 @@ class Compute:
     def offload(self, step: int, layer: int, *after: object) -> None:
         """Copy a layer's gradient into the arena; return when the last byte is there."""
         self._outgoing.drain(step, layer, self._gradients[layer], self._spans).synchronize()
+
+    @ray.method(concurrency_group="transfer")
+    def lend_state(self, step: int, layer: int, *after: object) -> None:
+        """Copy a layer's optimizer state to the device, where it will be updated."""
+        self._lent.lend(layer, self._spans)
+
+    @ray.method(concurrency_group="compute")
+    def update_on_device(self, step: int, layer: int, slot: int, control: StepControl, *after: object) -> None:
+        """Apply a step to a layer in its device slot, or leave every bit where the step is not applied."""
+        with self._streams.compute.enqueue(), self._slots.updating(layer, slot) as weights:
+            gradient = self._outgoing.read(step, layer)
+            self._lent.update(layer, weights, gradient, control, self._spans)
+            self._outgoing.discard(step, layer)
+
+    @ray.method(concurrency_group="offload")
+    def return_state(self, step: int, layer: int, slot: int, *after: object) -> None:
+        """Copy the weights and the state of a layer that was updated here to the arena; return when all is there."""
+        self._lent.give_back(layer, self._slots.updated(layer, slot), self._spans).synchronize()
 
     def discard(self, step: int, layer: int) -> None:
         """Forget a layer's gradient instead of offloading it: for measurements of computation alone."""
@@ -156,9 +178,26 @@ class Compute:
     def close(self) -> None:
         """Wait for the device and let go of the arena."""
         self._streams.synchronize()
-        if self._device.type == "cuda":
-            unregister_host_memory(self._arena.address)
+        for address in self._registered:
+            unregister_host_memory(address)
         self._arena.close()
+
+    def _register(self, offset_bytes: int, num_bytes: int) -> None:
+        """Pin pages of the arena for the device until `close`."""
+        if self._device.type == "cuda":
+            register_host_memory(self._arena.address + offset_bytes, round_up(num_bytes, PAGE_BYTES))
+            self._registered.append(self._arena.address + offset_bytes)
+
+    def _lendable(self, arena_map: ArenaMap) -> dict[int, dict[Buffer, torch.Tensor]]:
+        """Pinned weights and optimizer state of the layers that are updated on the device."""
+        lendable: dict[int, dict[Buffer, torch.Tensor]] = {}
+        for layer in self._settings.device_updates:
+            assert arena_map.plan.homes[layer].state_slot is None, f"the state of layer {layer} is not at home in RAM"
+            for buffer in state_buffers(arena_map.plan.model.precision):
+                extent = arena_map.states[layer][buffer]
+                self._register(extent.offset_bytes, extent.num_bytes)
+            lendable[layer] = {buffer: _tensor(self._arena, e) for buffer, e in arena_map.states[layer].items()}
+        return lendable
 
     def _read_loss(self, step: int) -> float:
         state = self._passes.steps[step]

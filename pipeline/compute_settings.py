@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.adamw import OptimizerSettings
 from pipeline.learning_rate import LearningRate
 
 
@@ -24,6 +25,10 @@ class ComputeSettings:
     """Compile the layer templates: worth it on CUDA only."""
     head_chunk_tokens: int = 4096
     """Tokens whose logits exist at once: fp32 logits of 152,064 words take 2.5 GB then."""
+    device_updates: tuple[int, ...] = ()
+    """Layers that are updated on the device, in the slots that they lie in when a step ends. Only with clipping."""
+    optimizer: OptimizerSettings | None = None
+    """Of those updates."""
     deterministic: bool = False
     """Same bits in every run on the same GPU, for a slower backward of attention. The CPU always is."""
     record_spans: bool = True
@@ -39,3 +44,5 @@ class ComputeSettings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}; leave it out for no clipping")
+        if self.device_updates and (self.max_grad_norm is None or self.optimizer is None):
+            raise ValueError("updates on the device need clipping, which is what they save time with, and an optimizer")

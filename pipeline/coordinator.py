@@ -174,6 +174,12 @@ class Coordinator:
                 if self._plan.clip:
                     self._control = control
                 return [control]
+            case Op.LEND_STATE:
+                return [compute.lend_state.options(name=name).remote(step, layer, *after)]
+            case Op.UPDATE_ON_DEVICE:
+                return [compute.update_on_device.options(name=name).remote(step, layer, slot, self._control, *after)]
+            case Op.RETURN_STATE:
+                return [compute.return_state.options(name=name).remote(step, layer, slot, *after)]
             case Op.UPDATE:
                 return [
                     optimizer.update.options(name=name).remote(step, layer, self._control, *after)

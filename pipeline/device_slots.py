@@ -26,6 +26,8 @@ class _Slot:
         self.layer: int | None = None
         self.filled: Mark | None = None
         self.read: Mark | None = None
+        self.newest = False
+        """Whether the layer was updated here and the arena may still hold older weights."""
 
 
 class WeightSlots:
@@ -73,9 +75,13 @@ class WeightSlots:
     def stage(self, layer: int, slot: int, spans: SpanRecorder) -> None:
         """Enqueue the copy of a layer's weights into a slot, behind the slot's last reader.
 
-        The caller must have seen that reader's operation return.
+        Nothing is copied where the layer was updated in this slot and lies there yet. The caller must have seen the
+        last reader's operation return.
         """
         target, source = self._slots[slot], self._weights[layer]
+        if target.newest and target.layer == layer:
+            return
+        target.newest = False
         stream = self._streams.to_device
         with stream.enqueue():
             if target.read is not None:
@@ -92,3 +98,16 @@ class WeightSlots:
         self._streams.compute.wait(held.filled)
         yield held.buffer[: self._weights[layer].numel()]
         held.read = self._streams.compute.mark()
+
+    @contextmanager
+    def updating(self, layer: int, slot: int) -> Iterator[torch.Tensor]:
+        """Like `reading`, for work that changes the weights: this slot then holds the newest there are."""
+        with self.reading(layer, slot) as weights:
+            yield weights
+        self._slots[slot].newest = True
+
+    def updated(self, layer: int, slot: int) -> torch.Tensor:
+        """Give the flat weights [numel] of a layer that was updated in its slot, to be copied to the arena."""
+        held = self._slots[slot]
+        assert held.newest and held.layer == layer, f"layer {layer} was not updated in slot {slot}"
+        return held.buffer[: self._weights[layer].numel()]

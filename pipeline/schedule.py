@@ -38,6 +38,12 @@ class Op(StrEnum):
     """Optimizer state NVMe -> the layer's state slot in RAM; absent where it lives in RAM."""
     UPDATE = "update"
     """AdamW in place, a part of the layer by each optimizer actor."""
+    LEND_STATE = "lend_state"
+    """Optimizer state of a layer that is updated on the device: RAM -> device, while the link is idle."""
+    UPDATE_ON_DEVICE = "update_on_device"
+    """AdamW in place on the device, in the slot where the layer lies and its next forward reads it."""
+    RETURN_STATE = "return_state"
+    """Weights and state of such a layer: device -> RAM; returns when the bytes have landed."""
     STORE_STATE = "store_state"
     """The layer's state slot -> NVMe."""
     SNAPSHOT = "snapshot"
@@ -108,6 +114,10 @@ class SchedulePlan:
     device_gradients: tuple[bool, ...] = ()
     """By layer: whether the gradient waits for the norm in a device buffer of its own; empty means none does. Only
     with clipping."""
+    device_updates: tuple[int, ...] = ()
+    """Layers that are updated on the device, ascending: of those that lie in a device slot when a step ends (the
+    embedding, the first decoder layers) and are at home in RAM. Only with clipping, where the next forward would wait
+    for them."""
 
     @property
     def num_layers(self) -> int:
@@ -138,8 +148,8 @@ class SchedulePlan:
         return self.gradient_slots[layer] if self.gradient_slots else layer
 
     def gradient_on_device(self, layer: int) -> bool:
-        """Whether the layer's gradient leaves the device only before its update, not at the end of its backward."""
-        return bool(self.device_gradients) and self.device_gradients[layer]
+        """Whether the layer's gradient stays on the device until the norm, beyond the end of its backward."""
+        return layer in self.device_updates or (bool(self.device_gradients) and self.device_gradients[layer])
 
 
 def build_step(plan: SchedulePlan, *, checkpoint: bool = False) -> tuple[Operation, ...]:
@@ -182,6 +192,8 @@ class _StepBuilder:
         self.carried = carried
         self.holders: dict[_Resource, Key] = {}
         self.operations: list[Operation] = []
+        self._taken: set[_Resource] = set()
+        """What an operation of this step has overwritten: its holders of the step before are done."""
         self._weights_in_ram_slot: dict[int, int] = {}
 
     def build(self, checkpoint: bool) -> _StepBuilder:
@@ -198,17 +210,23 @@ class _StepBuilder:
         for layer in range(self.plan.head - 1, -1, -1):
             self.backward(layer)
             self.leave(layer)
+            self.lend(layer)
         self.add(
             Key(Op.NORM), after=(_backward(0), *(() if self.plan.clip else (Key(Op.LOSS),))), after_last=(Key(Op.NORM),)
         )
         if self.plan.clip:
             for layer in range(self.plan.num_layers):
+                if layer in self.plan.device_updates:
+                    self.update_on_device(layer)
+                    continue
                 if self.plan.gradient_on_device(layer):
                     self.offload(layer)
                 self.update(layer, Key(Op.NORM))
+        self.return_states()
         if checkpoint:
             for layer in self.update_order():
                 done = Op.UPDATE if self.plan.state_slot(layer) is None else Op.STORE_STATE
+                done = Op.RETURN_STATE if layer in self.plan.device_updates else done
                 self.add(Key(Op.SNAPSHOT, layer), after=(Key(done, layer),))
         return self
 
@@ -241,7 +259,14 @@ class _StepBuilder:
         )
 
     def stage(self, layer: int, pass_: Pass) -> None:
+        if layer in self.plan.device_updates and pass_ is Pass.FORWARD:
+            # It lies in its slot already, newer than in RAM; only an evaluation in between, which runs alone, makes
+            # this a copy.
+            self.add(Key(Op.STAGE, layer, pass_), after_last=(Key(Op.UPDATE_ON_DEVICE, layer),))
+            return
         after, after_last = [], [Key(Op.UPDATE, layer)] if pass_ is Pass.FORWARD else []
+        if layer in self.plan.device_updates:
+            after_last.append(Key(Op.RETURN_STATE, layer))
         ram_slot = self.plan.weight_slot(layer)
         holds: tuple[_Resource, ...] = ()
         if ram_slot is not None:
@@ -291,6 +316,40 @@ class _StepBuilder:
         if ram_slot is not None:
             self.add(Key(Op.STORE_STATE, layer), after=(Key(Op.UPDATE, layer),), holds=state)
 
+    def lend(self, below: int) -> None:
+        """Lend the state of a layer once the backward of layer `below` is done.
+
+        Spread over the last layers of the backward, two apart: the weights that these need cross the same link.
+        """
+        lent = self.plan.device_updates
+        for rank, layer in enumerate(lent):
+            if min(2 * (len(lent) - rank), self.plan.head - 1) != below:
+                continue
+            after = (_backward(below),)
+            if layer == 0 and not self.plan.tied:
+                # The head may have taken its place.
+                self.stage(layer, Pass.BACKWARD)
+            self.add(Key(Op.LEND_STATE, layer), after=after, after_last=(Key(Op.RETURN_STATE, layer),))
+
+    def update_on_device(self, layer: int) -> None:
+        staged = (Key(Op.STAGE, layer, Pass.BACKWARD),) if layer == 0 and not self.plan.tied else ()
+        self.add(
+            Key(Op.UPDATE_ON_DEVICE, layer),
+            after=(_backward(layer), Key(Op.NORM), Key(Op.LEND_STATE, layer), *staged),
+            holds=(self._outgoing(layer), self._device(layer)),
+        )
+
+    def return_states(self) -> None:
+        """Decoder layers first: others wait for their slots, whereas the embedding's is free until the head comes."""
+        lent = self.plan.device_updates
+        for layer in sorted(lent, key=lambda layer: (layer == 0, layer)):
+            self.add(
+                Key(Op.RETURN_STATE, layer),
+                after=(Key(Op.UPDATE_ON_DEVICE, layer),),
+                after_last=(Key(Op.SNAPSHOT, layer),),
+                holds=(self._device(layer),),
+            )
+
     def add(
         self,
         key: Key,
@@ -304,8 +363,9 @@ class _StepBuilder:
         for resource in takes:
             if resource in self.holders:
                 after = (*after, self.holders[resource])
-            elif resource in self.carried:
+            if resource in self.carried and resource not in self._taken:
                 after_last = (*after_last, self.carried[resource])
+            self._taken.add(resource)
         slot = self.plan.device_slot(key.layer) if key.layer >= 0 else HEAD_SLOT
         self.operations.append(Operation(key, _unique(after), _unique(after_last), slot))
         self.holders.update(dict.fromkeys(holds, key))

@@ -46,6 +46,7 @@ class Case:
     outgoing_buffers: int = 2
     activation_bytes: int = 0
     device_gradients: int = 0
+    device_updates: tuple[int, ...] = ()
 
     def spec(self) -> ModelSpec:
         return load_model_spec(self.config, self.precision)
@@ -72,6 +73,7 @@ class Case:
             state_slots=tuple(home.state_slot for home in placed),
             gradient_slots=tuple(home.gradient_slot for home in placed),
             device_gradients=tuple(home.gradient_on_device for home in placed),
+            device_updates=self.device_updates,
         )
         return TierPlan(model, placed, self.gradients or default, self.activation_bytes), schedule
 
@@ -84,6 +86,8 @@ class Case:
             max_grad_norm=self.max_grad_norm,
             learning_rate=self.lr,
             head_chunk_tokens=self.head_chunk_tokens,
+            device_updates=self.device_updates,
+            optimizer=self.optimizer_settings(),
         )
 
     def optimizer_settings(self) -> OptimizerSettings:
@@ -129,6 +133,12 @@ class InlineRun:
                     self.compute.backward(step, layer, slot)
                 case Op.OFFLOAD:
                     self.compute.offload(step, layer)
+                case Op.LEND_STATE:
+                    self.compute.lend_state(step, layer)
+                case Op.UPDATE_ON_DEVICE:
+                    self.compute.update_on_device(step, layer, slot, self.control)
+                case Op.RETURN_STATE:
+                    self.compute.return_state(step, layer, slot)
                 case Op.LOSS:
                     self.control = self.compute.loss(step, self.control)
                 case Op.NORM:
