@@ -132,7 +132,7 @@ function logTicks(low, high) {
   return found;
 }
 
-const KINDS = {forward: 0, head: 6, evaluate: 6, backward: 4, stage: 2, offload: 3, update: 1, load_weights: 2, load_state: 2, store_state: 3, snapshot: 5};
+const KINDS = {forward: 0, head: 6, evaluate: 6, backward: 4, stage: 2, restage: 2, offload: 3, update: 1, load_weights: 2, load_state: 2, store_state: 3, snapshot: 5};
 const ROW = 18;
 
 function drawLanes(element, step, zoom) {
@@ -171,11 +171,11 @@ function drawLanes(element, step, zoom) {
 function watch(element, draw) {
   let width = element.clientWidth;
   draw();
-  new ResizeObserver(() => {
+  addEventListener("resize", () => {
     if (element.clientWidth === width) return;
     width = element.clientWidth;
-    requestAnimationFrame(draw);  // not now: drawing changes sizes, which an observer may not do
-  }).observe(element);
+    draw();
+  });
 }
 
 for (const chart of data.charts) {

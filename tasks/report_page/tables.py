@@ -72,7 +72,7 @@ def lanes_table(lanes: StepLanes) -> str:
         rows.append(
             (
                 escape(lane.title),
-                f'<meter min="0" max="1" value="{lane.busy:.4f}">{lane.busy:.0%}</meter> {lane.busy:.1%}',
+                f'{lane.busy:.1%} <meter min="0" max="1" value="{lane.busy:.4f}"></meter>',
                 seconds(busy_s),
                 str(sum(map(len, lane.rows))),
                 num_bytes(lane.num_bytes) if lane.num_bytes else "",
