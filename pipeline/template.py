@@ -1,12 +1,13 @@
 """A decoder layer without weights of its own: its parameters are views of a device slot, whatever layer lies there.
 
 Called by the compute actor. A template never copies a weight and keeps nothing of a call: the graph of a backward
-pass lives inside `backward` alone. Shapes: B sequences, S tokens, H hidden size.
+pass lives inside `backward`, or with the caller who asked to keep it. Shapes: B sequences, S tokens, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -29,6 +30,15 @@ def tensor_views(flat: Tensor, layout: LayerLayout) -> tuple[Tensor, ...]:
     """Views of a flat buffer of at least `layout.numel` elements, one a tensor, in the order of the layout."""
     assert flat.dim() == 1 and flat.shape[0] >= layout.numel
     return tuple(flat.narrow(0, t.offset, t.numel).view(t.shape) for t in layout.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGraph:
+    """What a forward keeps for a backward without recompute. The layer must stay in its slot until then."""
+
+    layer_input: Tensor
+    layer_output: Tensor
+    """With the autograd graph behind it."""
 
 
 class LayerTemplate:
@@ -92,16 +102,27 @@ class LayerTemplate:
         Returns:
             Gradient of the loss by the layer's input.
         """
-        with torch.enable_grad():
-            x_BSH = x_BSH.detach().requires_grad_()
-            y_BSH = self._run(self._family, self._recomputed, x_BSH, context)
-        grads = torch.autograd.grad(y_BSH, [x_BSH, *self._parameters], grad_y_BSH, allow_unused=True)
-        grad_x_BSH, *parameter_grads = grads
+        return self.backward_kept(self._graph(self._recomputed, x_BSH, context), grad_y_BSH, accumulators)
+
+    def forward_kept(self, x_BSH: Tensor, context: AttentionContext) -> tuple[Tensor, KeptGraph]:
+        """Run the layer that lies in the slot; return its output without a graph, and the graph."""
+        graph = self._graph(self._module, x_BSH, context)
+        return graph.layer_output.detach(), graph
+
+    def backward_kept(self, graph: KeptGraph, grad_y_BSH: Tensor, accumulators: Sequence[Tensor]) -> Tensor:
+        """Go back through a graph, which is used up by it; otherwise as `backward`."""
+        inputs = [graph.layer_input, *self._parameters]
+        grad_x_BSH, *parameter_grads = torch.autograd.grad(graph.layer_output, inputs, grad_y_BSH, allow_unused=True)
         for accumulator, grad in zip(accumulators, parameter_grads, strict=True):
             if grad is not None:
                 accumulator.add_(grad)
         assert grad_x_BSH is not None
         return grad_x_BSH
+
+    def _graph(self, module: nn.Module, x_BSH: Tensor, context: AttentionContext) -> KeptGraph:
+        with torch.enable_grad():
+            x_BSH = x_BSH.detach().requires_grad_()
+            return KeptGraph(x_BSH, self._run(self._family, module, x_BSH, context))
 
 
 def _bind(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
