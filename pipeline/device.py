@@ -12,6 +12,10 @@ from pipeline.errors import PipelineError
 
 GIB = 2**30
 
+COMPILER_WORKERS = 4
+"""Processes that compile kernels at the first step. Inductor's own number is that of the cores: each takes host memory
+that the model needs, for a few seconds saved once."""
+
 
 def open_device(settings: ComputeSettings) -> torch.device:
     """Choose the device and make torch compute on it as the settings say. Changes the state of the whole process.
@@ -39,6 +43,10 @@ def open_device(settings: ComputeSettings) -> torch.device:
         )
     # Split-K sums of weight gradients run over all tokens of a micro-batch: in bf16 they would lose the small ones.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if settings.compile:
+        from torch._inductor import config
+
+        config.compile_threads = COMPILER_WORKERS
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 from tiers.layout import LayerHome, LayerKind, LayerLayout, ModelLayout
 
+MOST_MIXED = 8
+"""Layers at most whose weights spill before all state has: beyond that many another layer's state takes less."""
+
 GRADIENT_RING = 3
 """RAM gradient slots that layers use in turn, without clipping and for gradients that wait for the norm on the device:
 one arrives, one waits, one is read by the update."""
@@ -43,6 +46,13 @@ def candidates(
         choices.append(sorted(decoders + vocabulary))
         spilled: list[tuple[list[int], list[int]]] = [(state, []) for state in choices]
         spilled += [(choices[-1], weights) for weights in choices]
+        if slots == 1:
+            # A drive too small for one more layer's state may still take the weights of a few.
+            spilled += [
+                (state, _spread(state, weights))
+                for state in reversed(choices)
+                for weights in range(1, min(MOST_MIXED, len(state)) + 1)
+            ]
         found += [
             homes(
                 model,
@@ -115,8 +125,9 @@ def _staging(model: ModelLayout, spilled: Sequence[int], slots: int) -> dict[int
 def _gradient_slots(model: ModelLayout, clip: bool, device_gradients: int) -> tuple[int, ...]:
     if clip:
         held_in_ram = len(model.layers) - device_gradients
-        ring = _staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING)
-        return (*range(held_in_ram), *(held_in_ram + slot for slot in ring.values()))
+        # Of the ring's slots one is as large as the vocabulary; two suffice where each update follows on its offload.
+        ring = _staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING - 1)
+        return (*range(held_in_ram), *(held_in_ram + ring[layer] for layer in sorted(ring)))
     decoders = 0
     slots: list[int] = []
     for layer in model.layers:

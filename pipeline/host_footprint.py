@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pipeline.device import COMPILER_WORKERS
 from pipeline.footprint import MIB, Place, Term
 from pipeline.shapes import ProcessShape
 from tiers.layout import ArenaMap, Buffer, Extent, TierPlan, state_buffers
@@ -43,10 +44,9 @@ def arena_terms(tier: TierPlan) -> tuple[Term, ...]:
 def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]:
     """Account of what the processes hold beside the arena."""
     actors = processes.optimizer_actors
+    tables = arena_bytes * PAGE_TABLE_MAPPINGS // 512
     terms = [
-        _ram(
-            "page tables", arena_bytes * PAGE_TABLE_MAPPINGS // 512, "8 bytes a 4 KiB page and process that touches it"
-        ),
+        _ram("page tables", tables, "8 bytes a 4 KiB page and process that touches it"),
         _ram("Ray services", RAY_SERVICES_BYTES, "GCS, raylet, dashboard and its agents, object store in use"),
         _ram("driver", DRIVER_BYTES, "coordinator, data loader, tokenizer"),
         _ram("tier actors", TIER_ACTORS_BYTES, "ParameterTier and Prefetcher"),
@@ -58,26 +58,31 @@ def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]
         ),
     ]
     if processes.compiled and processes.cuda:
-        terms.append(_ram("compiler", COMPILER_BYTES, "Inductor's worker processes"))
+        terms.append(_ram("compiler", COMPILER_BYTES, f"{COMPILER_WORKERS} worker processes of Inductor"))
     return tuple(terms)
 
 
 PAGE_TABLE_MAPPINGS = 4
 """ParameterTier, Prefetcher and Compute touch all of the arena, the optimizers together all of it once."""
 
+NOT_IN_HELD_BYTES = ("page tables", "Ray services", "compiler")
+"""Terms beyond a step's `host_bytes`, which are the arena and the private memory of driver and actors."""
+
 RUNNING_BEFORE_ALLOCATION = ("Ray services", "driver")
 """Terms whose memory is held already when a run checks what is free."""
 
 # Proportional set sizes, so that shared libraries count once: Ray 2.60 with its dashboard, torch 2.13, measured on a
 # 2-core machine without a GPU after every import (Ray 630 MiB, driver 337, tier actors 136, an optimizer 104, Compute
-# 320), with room for what they allocate at work. What CUDA adds to Compute is an estimate.
+# 320, Inductor with 4 idle workers 240), with room for what they allocate at work. On an H200 with torch 2.11 and 4
+# optimizers: driver and actors together 5.2 GiB in a step of 7B (these terms: 5.3). A worker that compiles is taken to
+# need 150 MiB more.
 RAY_SERVICES_BYTES = 800 * MIB
 DRIVER_BYTES = 600 * MIB
 TIER_ACTORS_BYTES = 320 * MIB
 OPTIMIZER_ACTOR_BYTES = 220 * MIB
 COMPUTE_CPU_BYTES = 600 * MIB
 COMPUTE_CUDA_BYTES = 3600 * MIB
-COMPILER_BYTES = 2000 * MIB
+COMPILER_BYTES = 840 * MIB
 
 _BUFFER_NAMES = {
     Buffer.WEIGHT_LOW: "master low half",

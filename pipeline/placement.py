@@ -20,6 +20,7 @@ __all__ = [
     "place",
     "preflight",
     "ram_for_state",
+    "summary",
 ]
 
 
@@ -37,6 +38,19 @@ def place(request: PlacementRequest, budget: MemoryBudget) -> Placement:
     if isinstance(found, Placement):
         return found
     raise PlacementError(refusal(request, budget, found))
+
+
+def summary(placement: Placement) -> str:
+    """Where a run's bytes live, in one line for its log."""
+    homes = placement.tier.homes
+    counts = {
+        "state of {} layers on NVMe": sum(home.state_slot is not None for home in homes),
+        "weights of {} layers on NVMe": sum(home.weight_slot is not None for home in homes),
+        "gradients of {} layers held on the device": sum(home.gradient_on_device for home in homes),
+        "inputs of {} layers in pinned RAM": placement.spilled_boundaries,
+    }
+    used = ", ".join(f"{TIER_NAMES[where]} {gib(placement.used(where))}" for where in Place if placement.used(where))
+    return "; ".join([used, *(text.format(count) for text, count in counts.items() if count)])
 
 
 def ram_for_state(available_bytes: int, processes: ProcessShape) -> int:

@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.join import connect, require_resources
 from pipeline.errors import PipelineError
+from pipeline.placement import summary
 from pipeline.recipe import load_recipe, recipe_toml
 from tasks.attempt import Launch
 from tasks.failure import explain
@@ -83,6 +84,7 @@ def _announce(launch: Launch) -> None:
     recipe, model = preparation.recipe, preparation.placement.tier.model
     print(recipe_toml(recipe))
     print(f"model: {preparation.spec.model_type}, {model.num_parameters:,} parameters, {len(model.layers) - 2} layers")
+    print(f"memory: {summary(preparation.placement)}")
     print(f"data: {data.training.report}")
     if data.held_out is not None:
         print(f"held out: {data.held_out.report}")

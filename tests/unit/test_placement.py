@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline.footprint import GIB, Place, total
 from pipeline.homes import candidates, homes
 from pipeline.host_footprint import RUNNING_BEFORE_ALLOCATION, arena_terms
-from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place, preflight
+from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place, preflight, summary
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.layout import (
     ArenaMap,
@@ -236,3 +236,22 @@ def test_nvme_mode_lists_its_staging_buffers() -> None:
     wanted = request(model(decoders=16))
     placement = place(wanted, squeezed(wanted, 40 << 20))
     assert {"state staging slots"} <= {term.name for term in placement.terms}
+
+
+def test_a_run_says_in_a_line_where_its_bytes_live() -> None:
+    wanted = request(model(decoders=16))
+    assert summary(place(wanted, ROOMY)).count(";") == 0
+    text = summary(place(wanted, squeezed(wanted, 60 << 20)))
+    assert "NVMe 0." in text and "layers on NVMe" in text
+    assert "gradients of 18 layers held on the device" in text
+
+
+def test_a_drive_too_small_for_one_more_layers_state_takes_the_weights_of_a_few() -> None:
+    wanted = request(model(decoders=16), slots=1)
+    # A little less RAM than some number of layers on NVMe needs, and not enough of the drive for one layer more.
+    budget = squeezed(wanted, 60 << 20)
+    budget = replace(budget, ram_bytes=place(wanted, budget).arena_bytes - (2 << 20))
+    budget = replace(budget, nvme_bytes=place(wanted, budget).used(Place.NVME) - (3 << 20))
+    placement = place(wanted, budget)
+    assert any(home.weight_slot is not None for home in placement.tier.homes)
+    assert any(home.state_slot is None for home in placement.tier.homes)
