@@ -17,7 +17,7 @@ from pipeline.recipe import Recipe, parse_recipe
 from tiers.checkpoint import newest_complete
 from tiers.errors import CheckpointError
 from tiers.layout import Buffer, Precision
-from tiers.manifest import MANIFEST_NAME, Manifest, read_manifest
+from tiers.manifest import MANIFEST_NAME, Manifest, check_metadata, read_manifest
 from tiers.master import join_master
 
 
@@ -61,6 +61,7 @@ class StoredModel:
         """
         directory = find_checkpoint(path)
         manifest = read_manifest(directory)
+        check_metadata(directory, manifest)
         try:
             root = zarr.open_group(directory, mode="r")
             layers = cast(list[str], root.attrs["layers"])

@@ -147,6 +147,25 @@ def verify(directory: Path, *, deep: bool, threads: int = 4) -> list[str]:
     return problems
 
 
+def check_metadata(directory: Path, manifest: Manifest) -> None:
+    """Hold the small files of a checkpoint against its manifest, before zarr makes what it can of them.
+
+    Raises:
+        CheckpointError: One is missing or is not what was written.
+    """
+    for record in manifest.files:
+        if record.chunk_bytes:
+            continue
+        try:
+            intact = crc32c((directory / record.path).read_bytes()) == record.crc32c
+        except OSError as error:
+            raise CheckpointError(f"{directory / record.path} cannot be read: {error.strerror}") from error
+        if not intact:
+            raise CheckpointError(
+                f"{directory / record.path} has another crc32c than the manifest; use an earlier checkpoint"
+            )
+
+
 def _size_problem(directory: Path, record: FileRecord) -> str | None:
     path = directory / record.path
     try:
