@@ -56,7 +56,7 @@ class Compute:
         weights = [_tensor(self._arena, extent) for extent in arena_map.weights]
         self._gradients = [_tensor(self._arena, extent) for extent in arena_map.gradients]
         room = _tensor(self._arena, arena_map.activations).view(torch.uint8) if arena_map.activations else None
-        self._slots = WeightSlots(model, settings.decoder_slots, weights, self._streams)
+        self._slots = WeightSlots(model, settings.decoder_slots, weights, self._streams, settings.kept_layers)
         homes = arena_map.plan.homes
         held = {layer for layer, home in enumerate(homes) if home.gradient_on_device} | set(settings.device_updates)
         self._outgoing = OutgoingGradients(

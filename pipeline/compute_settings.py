@@ -25,6 +25,8 @@ class ComputeSettings:
     """Compile the layer templates: worth it on CUDA only."""
     head_chunk_tokens: int = 4096
     """Tokens whose logits exist at once: fp32 logits of 152,064 words take 2.5 GB then."""
+    kept_layers: int = 0
+    """Decoder layers, the last ones, that keep weights and graph from forward to backward."""
     device_updates: tuple[int, ...] = ()
     """Layers that are updated on the device, in the slots that they lie in when a step ends. Only with clipping."""
     optimizer: OptimizerSettings | None = None

@@ -31,14 +31,19 @@ class _Slot:
 
 
 class WeightSlots:
-    """The device slots: `decoder_slots` for the decoder layers, one for the embedding and one for the head.
+    """The device slots: for decoder layers in turn, for those that keep theirs, for the embedding and for the head.
 
     When the head is not tied to the embedding the two share memory: the embedding is read by the first operation of
     a step and the head by one in its middle. When it is tied, the embedding matrix stays from the one to the other.
     """
 
     def __init__(
-        self, layout: ModelLayout, decoder_slots: int, weights: Sequence[torch.Tensor], streams: Streams
+        self,
+        layout: ModelLayout,
+        decoder_slots: int,
+        weights: Sequence[torch.Tensor],
+        streams: Streams,
+        kept_layers: int = 0,
     ) -> None:
         """Allocate the slots.
 
@@ -47,6 +52,7 @@ class WeightSlots:
             decoder_slots: 1 or more; 2 let a layer stream in while another computes.
             weights: By layer, its flat weights in the arena, [numel] on the host; owned by the tier.
             streams: Of this process.
+            kept_layers: Decoder layers that have a slot each, beside those that are shared.
         """
         self._weights = weights
         self._streams = streams
@@ -55,7 +61,7 @@ class WeightSlots:
             numel = max(layer.numel for layer in layout.layers if layer.kind in kinds)
             return _Slot(torch.zeros(numel, dtype=weights[0].dtype, device=streams.device))
 
-        self._slots = {number: slot({LayerKind.DECODER}) for number in range(decoder_slots)}
+        self._slots = {number: slot({LayerKind.DECODER}) for number in range(decoder_slots + kept_layers)}
         if layout.tied:
             self._slots[EMBEDDING_SLOT] = slot({LayerKind.EMBEDDING})
             self._slots[HEAD_SLOT] = slot({LayerKind.HEAD})

@@ -112,11 +112,17 @@ class Passes:
             else:
                 template = self._template(layer, slot)
                 inputs = (self._boundaries.read if state.training else self._boundaries.take)(step, layer)
-                outputs = [template.forward(x, context) for x, context in zip(inputs, state.contexts, strict=True)]
+                pairs = zip(inputs, state.contexts, strict=True)
+                if state.training and self._keeps_graph(layer):
+                    kept = [template.forward_kept(x, context) for x, context in pairs]
+                    outputs = [y for y, _ in kept]
+                    state.graphs[layer] = [graph for _, graph in kept]
+                else:
+                    outputs = [template.forward(x, context) for x, context in pairs]
                 if state.training:
                     self._boundaries.leave(step, layer)
             above = layer + 1
-            may_spill = state.training and above < self._head_layout.index
+            may_spill = state.training and above < self._head_layout.index and not self._keeps_graph(above)
             self._boundaries.keep(step, above, outputs, may_spill=may_spill)
 
     def head(self, step: int, slot: int) -> None:
@@ -155,7 +161,10 @@ class Passes:
             state.loss_known = self._streams.compute.mark()
 
     def backward(self, step: int, layer: int, slot: int) -> None:
-        """Recompute a layer from its inputs and go back through it; the embedding needs neither inputs nor weights."""
+        """Go back through a layer, recomputed from its inputs where it did not keep its graph.
+
+        The embedding needs neither inputs nor weights.
+        """
         state, layout = self.steps[step], self._model.layers[layer]
         accumulator = self.accumulators.of(layout)
         with self._reading(f"backward[{layer}]", *([(layer, slot)] if layer else [])):
@@ -168,9 +177,14 @@ class Passes:
                 views = template.accumulator_views(accumulator)
                 inputs = self._boundaries.take(step, layer)[::-1]
                 self._boundaries.prefetch(step, layer - 1)
+                graphs = state.graphs.pop(layer, [])[::-1]
                 for index, context in enumerate(state.contexts):
-                    gradient = state.gradients[index]
-                    state.gradients[index] = template.backward(inputs.pop(), context, gradient, views)
+                    x, gradient = inputs.pop(), state.gradients[index]
+                    state.gradients[index] = (
+                        template.backward_kept(graphs.pop(), gradient, views)
+                        if graphs
+                        else template.backward(x, context, gradient, views)
+                    )
             self._finish(state, layout)
             if layer == 0:
                 state.sums_known = self._streams.compute.mark()
@@ -180,6 +194,10 @@ class Passes:
         accumulator = self.accumulators.of(layout)
         state.sums_of_squares[layout.index] = sum_of_squares(accumulator)
         self._outgoing.fill(state.step, layout.index, accumulator)
+
+    def _keeps_graph(self, layer: int) -> bool:
+        head = self._head_layout.index
+        return head - self._settings.kept_layers <= layer < head
 
     def _template(self, layer: int, slot: int) -> LayerTemplate:
         key = (slot, self._family.signature(layer))

@@ -118,6 +118,9 @@ class SchedulePlan:
     """Layers that are updated on the device, ascending: of those that lie in a device slot when a step ends (the
     embedding, the first decoder layers) and are at home in RAM. Only with clipping, where the next forward would wait
     for them."""
+    kept_layers: int = 0
+    """Decoder layers, the last ones, that keep weights and graph on the device from forward to backward: slots of
+    their own, no second streaming, no recompute."""
 
     @property
     def num_layers(self) -> int:
@@ -132,6 +135,8 @@ class SchedulePlan:
     def device_slot(self, layer: int) -> int:
         """Device slot that holds `layer` while it is at work."""
         if self.kinds[layer] is LayerKind.DECODER:
+            if layer >= self.head - self.kept_layers:
+                return self.decoder_slots + self.head - 1 - layer
             return (layer - 1) % self.decoder_slots
         return EMBEDDING_SLOT if layer == 0 else HEAD_SLOT
 
@@ -248,7 +253,7 @@ class _StepBuilder:
         after = [above]
         # The last decoder layers of the forward pass still lie in their slots, and the embedding's backward needs no
         # weights: neither is streamed again.
-        if 0 < layer < self.plan.head - self.plan.decoder_slots:
+        if 0 < layer < self.plan.head - self.plan.kept_layers - self.plan.decoder_slots:
             self.stage(layer, Pass.BACKWARD)
             after.append(Key(Op.STAGE, layer, Pass.BACKWARD))
         self.add(

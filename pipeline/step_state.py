@@ -17,6 +17,7 @@ from pipeline.attention import AttentionContext
 from pipeline.errors import TokenIdError
 from pipeline.messages import IGNORED, Batch
 from pipeline.streams import Mark
+from pipeline.template import KeptGraph
 
 
 @dataclass
@@ -39,6 +40,8 @@ class StepState:
     """When the tensors above were made."""
     gradients: MicroBatches = field(default_factory=list)
     """By micro-batch: gradient of the loss with respect to the output of the layer whose backward comes next."""
+    graphs: dict[int, list[KeptGraph]] = field(default_factory=dict)
+    """By layer that is not recomputed: what its forward kept, one a micro-batch."""
     loss_known: Mark | None = None
     sums_known: Mark | None = None
 

@@ -26,6 +26,12 @@ COMPILED_VARIANTS = 32
 evaluation. Dynamo's own limit is 8, after which a layer would no longer be compiled."""
 
 
+KEPT_SHARE = 0.7
+"""Of what a compiled layer would keep for the fastest backward, the most that it keeps: no normalised input and no
+product of gate and up, which cost little to compute again. Qwen2.5 7B on an H200, bf16: 152 KB a token become 99, and
+forward plus backward take 37.5 instead of 38.2 ms for 16,384 tokens (45.6 with recompute)."""
+
+
 def tensor_views(flat: Tensor, layout: LayerLayout) -> tuple[Tensor, ...]:
     """Views of a flat buffer of at least `layout.numel` elements, one a tensor, in the order of the layout."""
     assert flat.dim() == 1 and flat.shape[0] >= layout.numel
@@ -106,7 +112,8 @@ class LayerTemplate:
 
     def forward_kept(self, x_BSH: Tensor, context: AttentionContext) -> tuple[Tensor, KeptGraph]:
         """Run the layer that lies in the slot; return its output without a graph, and the graph."""
-        graph = self._graph(self._module, x_BSH, context)
+        with torch._functorch.config.patch(activation_memory_budget=KEPT_SHARE):
+            graph = self._graph(self._module, x_BSH, context)
         return graph.layer_output.detach(), graph
 
     def backward_kept(self, graph: KeptGraph, grad_y_BSH: Tensor, accumulators: Sequence[Tensor]) -> Tensor:

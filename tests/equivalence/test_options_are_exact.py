@@ -72,6 +72,9 @@ def differing(got: Weights, wanted: Weights) -> dict[str, float]:
         {"decoder_slots": 3},
         {"outgoing_buffers": 1},
         {"activation_bytes": 1 << 20},
+        {"kept_layers": 2},
+        {"kept_layers": 5},
+        {"kept_layers": 4, "decoder_slots": 1, "activation_bytes": 1 << 20},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
 )

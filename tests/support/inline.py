@@ -47,6 +47,7 @@ class Case:
     activation_bytes: int = 0
     device_gradients: int = 0
     device_updates: tuple[int, ...] = ()
+    kept_layers: int = 0
 
     def spec(self) -> ModelSpec:
         return load_model_spec(self.config, self.precision)
@@ -74,6 +75,7 @@ class Case:
             gradient_slots=tuple(home.gradient_slot for home in placed),
             device_gradients=tuple(home.gradient_on_device for home in placed),
             device_updates=self.device_updates,
+            kept_layers=self.kept_layers,
         )
         return TierPlan(model, placed, self.gradients or default, self.activation_bytes), schedule
 
@@ -87,6 +89,7 @@ class Case:
             learning_rate=self.lr,
             head_chunk_tokens=self.head_chunk_tokens,
             device_updates=self.device_updates,
+            kept_layers=self.kept_layers,
             optimizer=self.optimizer_settings(),
         )
 

@@ -24,6 +24,7 @@ def make_plan(
     ring: int = 0,
     held: int = 0,
     on_device: int = 0,
+    kept: int = 0,
 ) -> SchedulePlan:
     kinds = (LayerKind.EMBEDDING, *[LayerKind.DECODER] * decoders, LayerKind.HEAD)
     slots = tuple(None if kind is not LayerKind.DECODER else index % 2 for index, kind in enumerate(kinds))
@@ -46,6 +47,7 @@ def make_plan(
         state_slots=slots if spilled != "none" else (),
         gradient_slots=gradients,
         device_gradients=device_gradients,
+        kept_layers=min(kept, decoders),
         device_updates=tuple(range(min(on_device, decoder_slots + 1, decoders + 1))) if spilled == "none" else (),
     )
 
@@ -59,6 +61,7 @@ plans = st.builds(
     spilled=st.sampled_from(["none", "state", "weights"]),
     held=st.integers(0, 9),
     on_device=st.integers(0, 4),
+    kept=st.integers(0, 7),
 ) | st.builds(
     make_plan,
     decoders=st.integers(1, 7),
@@ -67,6 +70,7 @@ plans = st.builds(
     decoder_slots=st.integers(1, 3),
     spilled=st.sampled_from(["none", "state", "weights"]),
     ring=st.sampled_from([0, 2, 3]),
+    kept=st.integers(0, 7),
 )
 
 
@@ -211,6 +215,13 @@ def test_weights_cross_once_forward_and_once_backward_and_not_again_where_they_s
     operations = build_step(make_plan(decoders=6))
     assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.FORWARD] == list(range(8))
     assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.BACKWARD] == [4, 3, 2, 1]
+
+
+def test_a_layer_that_keeps_its_graph_is_streamed_once_into_a_slot_of_its_own() -> None:
+    plan = make_plan(decoders=6, kept=2)
+    operations = build_step(plan)
+    assert [plan.device_slot(layer) for layer in range(1, 7)] == [0, 1, 0, 1, 3, 2]
+    assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.BACKWARD] == [2, 1]
 
 
 def test_a_gradient_on_the_device_leaves_between_the_norm_and_its_update() -> None:
