@@ -55,11 +55,23 @@ class CostModel:
 
     def cost(self, key: Key) -> Cost | None:
         """Price of an operation; None where it takes no lane's time (the step's start, loss and norm)."""
-        layer = self.placement.tier.model.layers[key.layer] if key.layer >= 0 else self._head
-        types = buffer_types(self.placement.tier.model.precision, self.placement.tier.gradient_type)
+        model = self.placement.tier.model
+        layer = model.layers[key.layer] if key.layer >= 0 else self._head
+        types = buffer_types(model.precision, self.placement.tier.gradient_type)
         link, host = self.hardware.link, self.hardware.host
         weight_bytes = layer.numel * types[Buffer.WEIGHT].bytes
+        state_bytes = layer.numel * sum(types[buffer].bytes for buffer in state_buffers(model.precision))
         match key.op:
+            case Op.STAGE if key.pass_ is Pass.FORWARD and key.layer in self.placement.schedule.device_updates:
+                return None
+            case Op.LEND_STATE:
+                return _transfer(Lane.H2D, state_bytes, link.to_device_gbps, link.both_ways_gbps)
+            case Op.RETURN_STATE:
+                return _transfer(Lane.D2H, state_bytes + weight_bytes, link.to_host_gbps, link.both_ways_gbps)
+            case Op.UPDATE_ON_DEVICE:
+                moved = 2 * (state_bytes + weight_bytes) + layer.numel * types[Buffer.GRADIENT].bytes
+                seconds = moved / self.hardware.device.memory_gbps / 1e9
+                return Cost(Lane.COMPUTE, seconds, seconds)
             case Op.STAGE:
                 fetched = self._spilled_bytes(layer) if key.pass_ is Pass.BACKWARD else 0
                 return _transfer(Lane.H2D, weight_bytes + fetched, link.to_device_gbps, link.both_ways_gbps)
@@ -134,7 +146,8 @@ class CostModel:
         else:
             flops = self._forward_flops(layer)
             if op is Op.BACKWARD:
-                flops = 3.0 * flops - self._left_out_flops
+                recompute = 0.0 if self._is_kept(layer) else flops - self._left_out_flops
+                flops = 2.0 * flops + recompute
             seconds = flops / rate + micro_batches * KERNELS_S
             if op is Op.BACKWARD:
                 # Each micro-batch's gradient is read in the weights' type and added to the fp32 sum.
@@ -143,6 +156,10 @@ class CostModel:
                 # Leaves on the D2H stream beside the next layer's work; the slower of the two sets the pace.
                 seconds = max(seconds, spilled / self.hardware.link.to_host_gbps / 1e9)
         return Cost(Lane.COMPUTE, seconds, seconds)
+
+    def _is_kept(self, layer: LayerLayout) -> bool:
+        """Whether a decoder layer is not recomputed. What it computes again all the same is elementwise."""
+        return layer.index >= self._head.index - self.placement.schedule.kept_layers
 
     def _spilled_bytes(self, layer: LayerLayout) -> int:
         """Boundary activations of a layer that cross to pinned RAM and back."""

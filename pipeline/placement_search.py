@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from pipeline.device_extras import NO_EXTRAS, Extras, choose_extras
 from pipeline.device_footprint import device_terms
 from pipeline.footprint import Place, Term, total
 from pipeline.homes import candidates
@@ -51,6 +52,10 @@ class PlacementRequest:
     decoder_slots: int = 2
     gradient_type: ElementType | None = None
     """None means that of the precision."""
+    device_updates: bool = True
+    """Whether layers may be updated on the device; only with clipping and a GPU."""
+    kept_layers: int | None = None
+    """The most decoder layers that are not recomputed; None for as many as the device has room for."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,10 @@ def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shorta
                 drive = Shortage(Place.NVME, total(nvme), nvme)
             continue
         host = (*arena_terms(tier), *process_terms(arena_bytes, request.processes))
-        device = _device(request, spilled, sum(home.gradient_on_device for home in homes))
-        return Placement(tier, _schedule(request, homes), spilled, budget, (*host, *device, *nvme))
+        held = sum(home.gradient_on_device for home in homes)
+        extras = _extras(request, homes, spilled, held, budget.gpu_bytes)
+        device = _device(request, spilled, held, extras)
+        return Placement(tier, _schedule(request, homes, extras), spilled, budget, (*host, *device, *nvme))
     if drive is not None:
         return drive
     assert least is not None
@@ -134,7 +141,24 @@ def _room_for_gradients(request: PlacementRequest, spilled: int, gpu_bytes: int)
     return bisect_right(counts, gpu_bytes, key=lambda held: total(_device(request, spilled, held))) - 1
 
 
-def _device(request: PlacementRequest, spilled: int, held_gradients: int) -> tuple[Term, ...]:
+def _extras(
+    request: PlacementRequest, homes: tuple[LayerHome, ...], spilled: int, held_gradients: int, gpu_bytes: int
+) -> Extras:
+    """What the rest of the device is used for; nothing where activations spill for want of room."""
+    if spilled:
+        return NO_EXTRAS
+    return choose_extras(
+        homes,
+        lambda extras: total(_device(request, spilled, held_gradients, extras)) <= gpu_bytes,
+        decoder_slots=request.decoder_slots,
+        updates=request.device_updates and request.clip and request.processes.cuda,
+        kept_layers=request.kept_layers,
+    )
+
+
+def _device(
+    request: PlacementRequest, spilled: int, held_gradients: int, extras: Extras = NO_EXTRAS
+) -> tuple[Term, ...]:
     return device_terms(
         request.model,
         request.compute,
@@ -143,6 +167,7 @@ def _device(request: PlacementRequest, spilled: int, held_gradients: int) -> tup
         decoder_slots=request.decoder_slots,
         spilled_boundaries=spilled,
         held_gradients=held_gradients,
+        extras=extras,
         compiled=request.processes.compiled,
     )
 
@@ -155,7 +180,7 @@ def _gradient_type(request: PlacementRequest) -> ElementType:
     return buffer_types(request.model.precision, request.gradient_type)[Buffer.GRADIENT]
 
 
-def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...]) -> SchedulePlan:
+def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: Extras) -> SchedulePlan:
     return SchedulePlan(
         kinds=tuple(layer.kind for layer in request.model.layers),
         tied=request.model.tied,
@@ -165,6 +190,8 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...]) -> Schedu
         state_slots=tuple(home.state_slot for home in homes),
         gradient_slots=tuple(home.gradient_slot for home in homes),
         device_gradients=tuple(home.gradient_on_device for home in homes),
+        device_updates=extras.device_updates,
+        kept_layers=extras.kept_layers,
     )
 
 

@@ -120,6 +120,8 @@ def request_of(recipe: Recipe, spec: ModelSpec, *, cuda: bool, optimizer_actors:
         processes=ProcessShape(optimizer_actors, cuda, compiled=train.compile and cuda),
         decoder_slots=recipe.memory.decoder_slots,
         gradient_type=recipe.precision.gradient_type,
+        device_updates=recipe.memory.device_updates,
+        kept_layers=recipe.memory.kept_layers,
     )
 
 

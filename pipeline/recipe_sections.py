@@ -228,6 +228,11 @@ class MemorySection(Section):
     """Threads that move bytes between NVMe and RAM."""
     decoder_slots: Count = 2
     """Device slots that decoder layers stream through. Default 2: double buffering; 1 saves a layer's bytes."""
+    device_updates: bool = True
+    """With clipping, update the layers that the next step reads first on the GPU, where it has room for their state."""
+    kept_layers: CountOrOff | None = None
+    """Most decoder layers that keep weights and activations on the device instead of being recomputed; 0 recomputes
+    all. Default: as many as it has room for."""
 
     @model_validator(mode="after")
     def _budget_has_a_place(self) -> Self:

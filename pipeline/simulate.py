@@ -97,7 +97,9 @@ class _Node:
     """Node whose end let this one start: the latest predecessor, or the lane's operation before."""
 
 
-_LATE = frozenset({Op.OFFLOAD, Op.LOSS, Op.NORM, Op.UPDATE, Op.LOAD_WEIGHTS, Op.LOAD_STATE, Op.STORE_STATE})
+_LATE = frozenset(
+    {Op.OFFLOAD, Op.LOSS, Op.NORM, Op.UPDATE, Op.RETURN_STATE, Op.LOAD_WEIGHTS, Op.LOAD_STATE, Op.STORE_STATE}
+)
 """Operations that return at their end, so that a follower learns of it by a call; the device orders the others."""
 
 

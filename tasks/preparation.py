@@ -58,6 +58,7 @@ def prepare(recipe: Recipe) -> Preparation:
         nvme_free_bytes=machine.nvme_bytes,
     )
     optimizer, memory = recipe.optimizer, recipe.memory
+    adamw = OptimizerSettings(betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
     return Preparation(
         recipe=recipe,
         spec=spec,
@@ -68,11 +69,14 @@ def prepare(recipe: Recipe) -> Preparation:
             max_grad_norm=optimizer.max_grad_norm or None,
             device="cuda" if machine.cuda else "cpu",
             decoder_slots=memory.decoder_slots,
+            kept_layers=placement.schedule.kept_layers,
+            device_updates=placement.schedule.device_updates,
+            optimizer=adamw,
             compile=recipe.train.compile and machine.cuda,
             # On a GPU the CPU threads of torch only prepare work; without one they do it.
             threads=2 if machine.cuda else machine.cores,
         ),
-        optimizer=OptimizerSettings(betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay),
+        optimizer=adamw,
         crew=CrewSettings(
             optimizer_actors=actors,
             threads_per_optimizer=threads,

@@ -38,10 +38,20 @@ def measure_roof(preparation: Preparation, steps: int) -> RoofReport:
     decoders = len(model.layers) - 2
     # One host slot for all layers: the roof needs weights on the device once and the host never again.
     tier_plan = TierPlan(model, (LayerHome(0, 0, 0),) * len(model.layers), placed.tier.gradient_type)
+    # Layers that keep their graph in the steps keep it here.
+    slots = max(1, decoders - placed.schedule.kept_layers)
     schedule = dataclasses.replace(
-        placed.schedule, decoder_slots=decoders, weight_slots=(), state_slots=(), gradient_slots=()
+        placed.schedule,
+        decoder_slots=slots,
+        weight_slots=(),
+        state_slots=(),
+        gradient_slots=(),
+        device_gradients=(),
+        device_updates=(),
     )
-    settings = dataclasses.replace(preparation.compute, decoder_slots=decoders, record_spans=False, max_grad_norm=1.0)
+    settings = dataclasses.replace(
+        preparation.compute, decoder_slots=slots, record_spans=False, max_grad_norm=1.0, device_updates=()
+    )
     # Norm weights as small as the others make activations that a CPU would compute a hundred times slower.
     torch.set_flush_denormal(True)
     tier: Any = ParameterTier(tier_plan)

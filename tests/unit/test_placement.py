@@ -43,7 +43,7 @@ def model(decoders: int = 8, decoder: int = 1 << 20, vocab: int = 4 << 20, tied:
 
 
 def request(layout: ModelLayout, *, clip: bool = True, slots: int = 3) -> PlacementRequest:
-    return PlacementRequest(layout, COMPUTE, STEP, clip, PROCESSES, staging_slots=slots)
+    return PlacementRequest(layout, COMPUTE, STEP, clip, PROCESSES, staging_slots=slots, kept_layers=0)
 
 
 def squeezed(request_: PlacementRequest, saved_bytes: int, nvme: int = 2**50) -> MemoryBudget:
@@ -255,3 +255,31 @@ def test_a_drive_too_small_for_one_more_layers_state_takes_the_weights_of_a_few(
     placement = place(wanted, budget)
     assert any(home.weight_slot is not None for home in placement.tier.homes)
     assert any(home.state_slot is None for home in placement.tier.homes)
+
+
+GPU = ProcessShape(optimizer_actors=2, cuda=True)
+
+
+def test_spare_device_memory_goes_to_updates_then_to_layers_that_are_not_recomputed() -> None:
+    base = replace(request(model()), processes=GPU)
+    least = place(replace(base, device_updates=False), ROOMY).used(Place.DEVICE)
+    with_updates = place(base, ROOMY)
+    assert with_updates.schedule.device_updates == (0, 1, 2)
+    greedy = replace(base, kept_layers=None)
+    assert place(greedy, ROOMY).schedule.kept_layers == 8
+    seen: list[tuple[int, int]] = []
+    for gpu_bytes in range(least, place(greedy, ROOMY).used(Place.DEVICE) + 1, 1 << 20):
+        found = place(greedy, replace(ROOMY, gpu_bytes=gpu_bytes))
+        assert found.used(Place.DEVICE) <= gpu_bytes
+        seen.append((len(found.schedule.device_updates), found.schedule.kept_layers))
+    assert seen[0] == (0, 0) and seen[-1][1] >= 7
+    assert any(updates and not kept for updates, kept in seen)
+
+
+def test_only_state_at_home_in_ram_is_lent_and_only_where_clipping_makes_the_next_step_wait() -> None:
+    base = replace(request(model()), processes=GPU)
+    assert place(replace(base, clip=False), ROOMY).schedule.device_updates == ()
+    assert place(replace(base, processes=PROCESSES), ROOMY).schedule.device_updates == ()
+    squeezed_ram = squeezed(replace(base, device_updates=False), 20 << 20)
+    found = place(base, without_room_for_gradients(base, squeezed_ram))
+    assert all(found.tier.homes[layer].state_slot is None for layer in found.schedule.device_updates)

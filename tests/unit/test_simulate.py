@@ -41,8 +41,12 @@ def model(decoders: int = 12) -> ModelLayout:
     return ModelLayout(tuple(layers), Precision.BF16, tied=False)
 
 
-def placed(clip: bool, state: int = 0, weights: int = 0, slots: int = 3) -> Placement:
-    request = PlacementRequest(model(), COMPUTE, STEP, clip, ProcessShape())
+def placed(
+    clip: bool, state: int = 0, weights: int = 0, slots: int = 3, *, device_updates: bool = False, kept_layers: int = 0
+) -> Placement:
+    request = PlacementRequest(
+        model(), COMPUTE, STEP, clip, ProcessShape(), device_updates=device_updates, kept_layers=kept_layers
+    )
     found = place(request, MemoryBudget(2**50, 2**50, 2**50))
     forced = homes(
         request.model,
@@ -126,3 +130,21 @@ def test_predicted_compute_agrees_with_arithmetic_by_hand() -> None:
     head = 6 * COMPUTE.vocab_size * COMPUTE.hidden_size * STEP.tokens / rate
     assert busy(prediction, Lane.COMPUTE) == pytest.approx(12 * decoder + head, rel=0.1)
     assert busy(prediction, Lane.COMPUTE) >= 12 * decoder + head
+
+
+def test_updates_on_the_device_take_away_the_wait_at_the_start_of_a_step() -> None:
+    long = replace(STEP, sequences=128)
+    on_host, on_device = predict(placed(True), step=long), predict(placed(True, device_updates=True), step=long)
+    waited = sum(seconds for _, seconds in on_host.stalls)
+    waits = sum(seconds for _, seconds in on_device.stalls)
+    assert waits < 0.2 * waited
+    assert on_device.step_s < on_host.step_s - 0.7 * waited
+
+
+def test_layers_that_keep_their_graph_save_their_recompute_and_their_second_streaming() -> None:
+    recomputed, kept = predict(placed(True)), predict(placed(True, kept_layers=6))
+    moved = {
+        prediction: {load.lane: load.busy_s for load in prediction.lanes} for prediction in (recomputed, kept)
+    }
+    assert moved[kept][Lane.H2D] < moved[recomputed][Lane.H2D]
+    assert moved[kept][Lane.COMPUTE] < 0.93 * moved[recomputed][Lane.COMPUTE]
