@@ -46,10 +46,18 @@ class ActorProcesses:
         for name, pid in pids.items():
             self._watched[name] = _Watched(pid, os.pidfd_open(pid), psutil.Process(pid))
         self.private_bytes()
+        self._raylet = self._watched_raylet()
 
     def dead(self) -> tuple[str, ...]:
         """Names of the actors whose processes have ended."""
         return tuple(name for name, watched in self._watched.items() if _ended(watched, 0.0))
+
+    def raylet_ended(self) -> bool:
+        """Whether the Ray process that started the actors is gone: then no new ones can be started.
+
+        Ray takes 15 to 30 s to notice, and its actors work on meanwhile.
+        """
+        return self._raylet is not None and _ended(self._raylet, 0.0)
 
     def private_bytes(self) -> int:
         """Resident memory of driver and actors that is not shared: the arena's pages are counted once, elsewhere."""
@@ -110,9 +118,17 @@ class ActorProcesses:
 
     def close(self) -> None:
         """Give up the descriptors."""
-        for watched in self._watched.values():
+        for watched in (*self._watched.values(), *([self._raylet] if self._raylet else [])):
             os.close(watched.descriptor)
         self._watched.clear()
+        self._raylet = None
+
+    def _watched_raylet(self) -> _Watched | None:
+        parents = {watched.process.ppid() for watched in self._watched.values()}
+        for process in map(psutil.Process, parents):
+            if process.name() == "raylet":
+                return _Watched(process.pid, os.pidfd_open(process.pid), process)
+        return None
 
 
 def _ended(watched: _Watched, timeout_s: float) -> bool:

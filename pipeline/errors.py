@@ -26,5 +26,9 @@ class NonFiniteError(PipelineError):
     """Losses or gradients stopped being finite and the run cannot go on."""
 
 
+class RayLostError(PipelineError):
+    """Ray's own processes are gone; without them no actor can be replaced."""
+
+
 class ActorLostError(PipelineError):
     """An actor's process ended although nobody asked it to; what it held in memory is gone."""

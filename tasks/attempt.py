@@ -12,13 +12,13 @@ import ray
 
 from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
-from pipeline.errors import ActorLostError
+from pipeline.errors import ActorLostError, RayLostError
 from pipeline.families.flops import model_flops_per_token
 from pipeline.messages import Batch
 from pipeline.recipe import Recipe
 from tasks.checkpointing import Checkpoints, Progress
 from tasks.data.loader import BatchLoader, eval_batches
-from tasks.failure import actor_states, is_death, loss_at_start, loss_of
+from tasks.failure import actor_states, is_death, loss_at_start, loss_of, ray_loss
 from tasks.filling import fill
 from tasks.preparation import Data, Preparation
 from tasks.resume import ResumePoint
@@ -54,6 +54,7 @@ def attempt(
 
     Raises:
         ActorLostError: An actor died: what was in memory is lost, and the partial checkpoint is removed.
+        RayLostError: Ray's raylet died, and with it the means to start another attempt.
         RayError, PipelineError, TierError, OSError: The run failed; another attempt would fail alike.
     """
     preparation, data = launch.preparation, launch.data
@@ -98,9 +99,11 @@ def attempt(
             )
             ending = training.run()
         except (ray.exceptions.RayError, ActorLostError) as error:
-            if is_death(error):
-                raise ActorLostError(loss_of(crew, coordinator, error)) from error
-            raise
+            if not is_death(error):
+                raise
+            if crew.processes.raylet_ended():
+                raise RayLostError(ray_loss()) from error
+            raise ActorLostError(loss_of(crew, coordinator, error)) from error
     step = training.progress.step
     say(
         f"trained {step} steps; export with: python -m tasks.export_hf {recipe.run.dir} OUT"
@@ -111,6 +114,8 @@ def attempt(
 
 
 def _require_alive(crew: Crew) -> None:
+    if crew.processes.raylet_ended():
+        raise RayLostError(ray_loss())
     if names := crew.processes.dead():
         raise ActorLostError(f"gone: {', '.join(names)}")
 

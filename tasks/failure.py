@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from pipeline.call_states import at, lost
 from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
-from pipeline.errors import ActorLostError, PipelineError
+from pipeline.errors import ActorLostError, PipelineError, RayLostError
 from tiers.errors import TierError
 from tiers.host_memory import host_headroom
 
@@ -23,7 +23,7 @@ def explain(error: BaseException) -> str:
         cause = error.cause
         known = isinstance(cause, TierError | PipelineError | ValueError | OSError)
         return f"{error.function_name}: {cause}" if known else f"{error.function_name}:\n{error.traceback_str}"
-    if isinstance(error, ActorLostError):
+    if isinstance(error, ActorLostError | RayLostError):
         return f"{error}\nThe same command goes on from the newest checkpoint."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error}. Free space there; the same command then goes on from the newest checkpoint, which is whole."
@@ -55,6 +55,11 @@ def loss_of(crew: Crew, coordinator: Coordinator, error: BaseException) -> str:
     return f"{'; '.join(found)}. {_circumstances(error)}"
 
 
+def ray_loss() -> str:
+    """What to say when Ray itself is gone."""
+    return f"Ray's raylet died, and without it no actor can be replaced. {_memory()}"
+
+
 def loss_at_start(error: BaseException) -> str:
     """Likewise of a death before the crew is complete, told from Ray's text alone."""
     name = re.search(r"^\s*(?:name|class_name): (.+)$", str(error), re.MULTILINE)
@@ -63,12 +68,16 @@ def loss_at_start(error: BaseException) -> str:
 
 
 def _circumstances(error: BaseException) -> str:
-    headroom = host_headroom()
     detail = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
+    return f"{detail.group(1) + ' ' if detail else ''}{_memory()}"
+
+
+def _memory() -> str:
+    headroom = host_headroom()
     return (
-        f"{detail.group(1) + ' ' if detail else ''}Host memory available now: "
-        f"{headroom.available_bytes / 2**30:.1f} GiB (limit: {headroom.limit}). A process killed without a word was "
-        "most often ended by the kernel for want of memory: see `dmesg`, and lower memory.ram_gib."
+        f"Host memory available now: {headroom.available_bytes / 2**30:.1f} GiB (limit: {headroom.limit}). A process "
+        "killed without a word was most often ended by the kernel for want of memory: see `dmesg`, and lower "
+        "memory.ram_gib."
     )
 
 
