@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from tasks.bench.synthetic import random_batch
 from tasks.filling import fill
 from tasks.preparation import Preparation
 from tasks.run_log import held_bytes
+from tiers.host_memory import available_host_bytes
 from tiers.layout import ArenaMap
+
+MIB = 2**20
 
 WARM_UP_STEPS = 2
 """The first compiles, the second fills the pipeline."""
@@ -45,8 +49,16 @@ class StepReport:
     update_gparams_per_s: float
     """Of all optimizer actors together, while they work."""
     gpu_peak_bytes: int
+    device_taken_bytes: int
+    """What the GPU's driver says is in use at the end, contexts and the allocator's reserve included; 0: not known."""
     host_bytes: int
+    """The arena, and private memory of driver and actors."""
+    host_taken_bytes: int
+    """By how much available memory fell from before the first actor to the end: Ray and the driver ran already."""
     arena_bytes: int
+    nvme_read_bytes: int
+    """A step."""
+    nvme_write_bytes: int
     first_step_s: float
     """From the start of the first actor to the first result."""
     loss: float
@@ -57,7 +69,7 @@ def measure_steps(preparation: Preparation, steps: int, say: Callable[[str], Non
     """Run warm-up steps and then `steps` measured ones. Ray must be connected."""
     recipe, placement = preparation.recipe, preparation.placement
     model = placement.tier.model
-    started_s = time.monotonic()
+    started_s, available_bytes = time.monotonic(), available_host_bytes()
     namespace = f"megatrain-bench-{ray.get_runtime_context().get_job_id()}"
     with Crew.start(
         preparation.spec,
@@ -83,6 +95,8 @@ def measure_steps(preparation: Preparation, steps: int, say: Callable[[str], Non
         coordinator.drain()
         spans = _spans(crew, submitted)
         host_bytes = held_bytes(crew, ArenaMap.of(placement.tier).total_bytes)
+        host_taken_bytes = available_bytes - available_host_bytes()
+        device_taken_bytes = device_bytes_in_use() if preparation.cuda else 0
     start_s, end_s = ends_s[WARM_UP_STEPS - 1], ends_s[-1]
     step_s_all = tuple(b - a for a, b in itertools.pairwise(ends_s))[WARM_UP_STEPS - 1 :]
     step_s = statistics.median(step_s_all)
@@ -99,8 +113,12 @@ def measure_steps(preparation: Preparation, steps: int, say: Callable[[str], Non
         stalls=Stalls(*(value / steps for value in (stalls.load, stalls.stage, stalls.update, stalls.control))),
         update_gparams_per_s=_update_rate(spans, model.num_parameters, len(submitted)),
         gpu_peak_bytes=max(result.gpu_peak_bytes for result in results),
+        device_taken_bytes=device_taken_bytes,
         host_bytes=host_bytes,
+        host_taken_bytes=host_taken_bytes,
         arena_bytes=ArenaMap.of(placement.tier).total_bytes,
+        nvme_read_bytes=_moved(spans, Lane.NVME_READ, start_s, end_s) // steps,
+        nvme_write_bytes=_moved(spans, Lane.NVME_WRITE, start_s, end_s) // steps,
         first_step_s=ends_s[0] - started_s,
         loss=results[-1].loss,
         grad_norm=results[-1].grad_norm,
@@ -126,6 +144,21 @@ def _spans(crew: Crew, submitted: list[SubmittedStep]) -> list[LaneSpan]:
     updates = [ref for step in submitted for key, refs in step.refs.items() if key.op is Op.UPDATE for ref in refs]
     found = [LaneSpan(s.name, Lane(s.lane), "prefetcher", s.start_s, s.end_s, s.num_bytes) for s in io]
     return [*compute, *found, *ray.get(updates)]
+
+
+def device_bytes_in_use() -> int:
+    """What the GPU's driver says is taken, of all processes together; 0 where `nvidia-smi` does not answer."""
+    question = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(question, capture_output=True, text=True, check=True, timeout=30)
+        return int(answer.stdout.split()[0]) * MIB
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0
+
+
+def _moved(spans: list[LaneSpan], lane: Lane, start_s: float, end_s: float) -> int:
+    """Bytes of operations of a lane that ended within a window."""
+    return sum(span.num_bytes for span in spans if span.lane is lane and start_s < span.end_s <= end_s)
 
 
 def _update_rate(spans: list[LaneSpan], parameters: int, steps: int) -> float:

@@ -1,0 +1,66 @@
+"""A plan's prediction beside what the same run measured: the table that says how far plans can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pipeline.costs import CostModel
+from pipeline.device_footprint import NOT_IN_TORCH_PEAK
+from pipeline.footprint import Place, total
+from pipeline.hardware import Hardware
+from pipeline.host_footprint import NOT_IN_HELD_BYTES, RUNNING_BEFORE_ALLOCATION
+from pipeline.placement import Placement
+from pipeline.recipe_placement import request_of
+from pipeline.simulate import simulate
+from tasks.bench.step import StepReport
+from tasks.preparation import Preparation
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One quantity."""
+
+    name: str
+    unit: str
+    """`s` or `bytes`."""
+    predicted: float
+    measured: float
+
+    @property
+    def excess(self) -> float:
+        """How far the prediction lies above the measurement, as a share of it; negative where below."""
+        return self.predicted / self.measured - 1
+
+
+def compare(preparation: Preparation, report: StepReport, hardware: Hardware | None) -> tuple[Figure, ...]:
+    """Predict what was measured; times only with a description of the machine."""
+    placement = preparation.placement
+    figures = [
+        Figure("host: arena, driver and actors", "bytes", _host(placement, NOT_IN_HELD_BYTES), report.host_bytes),
+        Figure(
+            "host: all that became unavailable",
+            "bytes",
+            _host(placement, RUNNING_BEFORE_ALLOCATION),
+            report.host_taken_bytes,
+        ),
+    ]
+    if preparation.cuda:
+        device = [term for term in placement.terms if term.place is Place.DEVICE]
+        peak = total(term for term in device if term.name not in NOT_IN_TORCH_PEAK)
+        figures.append(Figure("device: torch's peak", "bytes", peak, report.gpu_peak_bytes))
+        figures.append(Figure("device: in use by the driver", "bytes", total(device), report.device_taken_bytes))
+    if hardware is not None:
+        actors = preparation.crew.optimizer_actors
+        request = request_of(preparation.recipe, preparation.spec, cuda=preparation.cuda, optimizer_actors=actors)
+        prediction = simulate(CostModel(placement, request.compute, request.step, hardware))
+        figures.append(Figure("step", "s", prediction.step_s, report.step_s))
+        for load in prediction.lanes:
+            measured = report.lanes.get(str(load.lane), 0.0) * report.step_s
+            if load.busy_s and measured:
+                figures.append(Figure(f"busy: {load.lane}", "s", load.busy_s, measured))
+    return tuple(figure for figure in figures if figure.measured)
+
+
+def _host(placement: Placement, left_out: Collection[str]) -> int:
+    return total(term for term in placement.terms if term.place is Place.RAM and term.name not in left_out)

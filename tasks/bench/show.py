@@ -1,0 +1,79 @@
+"""Reports of measurements as lines for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tasks.bench.comparison import Figure
+from tasks.bench.optimizer import OptimizerReport
+from tasks.bench.roof import RoofReport
+from tasks.bench.step import StepReport
+from tasks.bench.tier import TierReport
+
+GIB = 2**30
+
+
+def show(reports: Mapping[str, object]) -> None:
+    """Print every report."""
+    roof = reports.get("roof")
+    for report in reports.values():
+        match report:
+            case RoofReport():
+                print(f"roof          {report.step_s:8.3f} s a step  {report.model_tflops:7.1f} model TFLOP/s")
+            case StepReport():
+                _step(report, roof if isinstance(roof, RoofReport) else None)
+            case TierReport():
+                _tier(report)
+            case OptimizerReport():
+                _optimizer(report)
+            case tuple():
+                _comparison(report)
+
+
+def _step(steps: StepReport, roof: RoofReport | None) -> None:
+    share = f"  {steps.model_tflops / roof.model_tflops:.1%} of the roof" if roof else ""
+    print(f"step          {steps.step_s:8.3f} s a step  {steps.model_tflops:7.1f} model TFLOP/s{share}")
+    print(f"tokens        {steps.tokens:,} a step, {steps.tokens_per_s:,.0f} a second")
+    print("busy          " + ", ".join(f"{lane} {share:.0%}" for lane, share in sorted(steps.lanes.items())))
+    print("stalls        " + ", ".join(f"{k} {v:.3f} s" for k, v in dataclasses.asdict(steps.stalls).items()))
+    print(f"updates       {steps.update_gparams_per_s:.2f} Gparam/s while at work")
+    host = f"{steps.host_bytes / GIB:.1f} GiB ({steps.host_bytes / steps.parameters:.2f} bytes a parameter)"
+    print(f"memory        device peak {steps.gpu_peak_bytes / GIB:.1f} GiB, host {host}")
+    if steps.nvme_read_bytes:
+        read, written = steps.nvme_read_bytes / 1e9, steps.nvme_write_bytes / 1e9
+        print(f"NVMe          {read:.1f} GB read, {written:.1f} GB written a step")
+    print(f"first step    {steps.first_step_s:.1f} s after the start")
+
+
+def _comparison(figures: tuple[Figure, ...]) -> None:
+    print(f"\n{'':34}{'plan':>12}{'measured':>12}{'plan above':>12}")
+    for figure in figures:
+        scale, unit = (GIB, "GiB") if figure.unit == "bytes" else (1.0, "s")
+        predicted, measured = (f"{value / scale:.2f} {unit}" for value in (figure.predicted, figure.measured))
+        print(f"{figure.name:34}{predicted:>12}{measured:>12}{figure.excess:>+12.1%}")
+
+
+def _tier(report: TierReport) -> None:
+    mode = "O_DIRECT" if report.o_direct else "through the page cache: this file system refuses O_DIRECT"
+    print(
+        f"{report.layers} layers of {report.parameters_per_layer:,} parameters, {report.bytes_per_round / 1e9:.1f} GB "
+        f"a round, median of {report.rounds}, {report.threads} threads, {mode}"
+    )
+    print(f"{'':14}{'tier':>12}{'raw':>12}{'of raw':>9}{'CPU':>14}{'raw CPU':>14}")
+    for name in ("store_state", "load_state", "load_weights"):
+        each = getattr(report, name)
+        print(
+            f"{name:14}{each.gbps:>7.2f} GB/s{each.raw_gbps:>7.2f} GB/s{each.of_raw:>9.1%}"
+            f"{each.cpu_s_per_gb:>9.3f} s/GB{each.raw_cpu_s_per_gb:>9.3f} s/GB"
+        )
+    print(f"plain zarr reads the same values from all {report.zarr_shards_equal} shards")
+
+
+def _optimizer(report: OptimizerReport) -> None:
+    print(f"{report.parameters:,} parameters a round, {report.cores} cores")
+    for rate in report.rates:
+        print(
+            f"{rate.actors:3} actors x {rate.threads:2} threads  {rate.gparams_per_s:6.2f} Gparam/s  "
+            f"{rate.gbps:6.1f} GB/s of host memory"
+        )
