@@ -117,6 +117,8 @@ class Training:
             self._stop_if_not_finite(oldest.step, result)
         self.checkpoints.reached(self.progress)
         self.checkpoints.collect(wait=False)
+        if self._owes_checkpoint(oldest):
+            self.checkpoints.write_now(self.coordinator, self.progress)
         if self._evaluation_follows(oldest.step):
             self._evaluate()
 
@@ -150,8 +152,14 @@ class Training:
         An evaluation measures the weights of its step, and a checkpoint says how far its step came, before the next
         checkpoint begins.
         """
-        evaluation_is_near = any(self._evaluation_follows(waiting.step) for waiting in self._in_flight)
-        return evaluation_is_near or (self.checkpoints.due(step) and not self.checkpoints.can_begin())
+        owed = any(
+            self._evaluation_follows(waiting.step) or self._owes_checkpoint(waiting) for waiting in self._in_flight
+        )
+        return owed or (self.checkpoints.due(step) and not self.checkpoints.can_begin())
+
+    def _owes_checkpoint(self, step: _InFlight) -> bool:
+        """Whether a checkpoint belongs after a step of which nothing was submitted: no graph of it writes one."""
+        return step.submitted is None and self.checkpoints.due(step.step)
 
     def _evaluate(self) -> None:
         if self.held_out is None or not self.recipe.eval.every_steps:

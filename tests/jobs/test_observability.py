@@ -15,6 +15,7 @@ import pytest
 
 from cluster.environment import client_environment
 from cluster.state import StateDirectory
+from tiers.manifest import read_manifest, verify
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -54,7 +55,8 @@ pytestmark = pytest.mark.ray
 class Seen:
     """What `watch_job` saw while the job ran."""
 
-    actors: dict[str, str]
+    actors: list[str]
+    """Of those alive."""
     gauges: dict[str, float]
     timeline: list[tuple[str, float, float]]
     tasks: list[str]
@@ -66,19 +68,21 @@ class Seen:
         return [(start, end) for name, start, end in self.timeline if name.split("[")[0] in operations]
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    """Observations of a job that is stopped once they are made."""
-    root = tmp_path_factory.mktemp("user")
-    run_dir, data, recipe = root / "run", root / "data.txt", root / "observed.toml"
-    data.write_text("What is seen from outside is what is believed. " * 200)
-    recipe.write_text(RECIPE.format(run_dir=run_dir, data=data))
-    environ = os.environ | {"MEGATRAIN_STATE": str(root / "state")}
+@dataclass(frozen=True)
+class Head:
+    """A Ray head of these tests' own, as a user starts one."""
 
-    def run(*command: str, **environment: str) -> str:
+    root: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return os.environ | {"MEGATRAIN_STATE": str(self.root / "state")}
+
+    def run(self, *command: str, **environment: str) -> str:
+        """Run one of our commands and return what it prints."""
         completed = subprocess.run(
             [sys.executable, *command],
-            env=environ | environment,
+            env=self.environ | environment,
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
@@ -88,26 +92,62 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         assert completed.returncode == 0, completed.stdout + completed.stderr
         return completed.stdout
 
+    def recipe(self, name: str, *changes: tuple[str, str]) -> Path:
+        """Write the recipe of a run called `name`, with some of its text changed."""
+        data = self.root / "data.txt"
+        data.write_text("What is seen from outside is what is believed. " * 200)
+        text = RECIPE.format(run_dir=self.root / name, data=data)
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path = self.root / f"{name}.toml"
+        path.write_text(text)
+        return path
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A head that is up."""
+    head = Head(tmp_path_factory.mktemp("user"))
     try:
-        run("-m", "cluster.head", "up", "--num-cpus", "2")
-        state = StateDirectory(root / "state").load()
-        assert state is not None
-        run("-m", "cluster.submit", "--no-wait", "--", "python", "-m", "tasks.train", str(recipe))
-        client = client_environment(
-            environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
-        )
-        watch = str(REPOSITORY / "tests" / "support" / "watch_job.py")
-        answer: dict[str, Any] = json.loads(run(watch, state.dashboard_url, str(run_dir / "metrics.jsonl"), **client))
-        run("-m", "cluster.timeline", "--out", str(root / "timeline.json"))
-        events = json.loads((root / "timeline.json").read_text())
-        rows = {event["tid"].split(" (")[0] for event in events if event["name"] == "update[3]"}
-        yield Seen(**answer, rows_of_updates=rows)
+        head.run("-m", "cluster.head", "up", "--num-cpus", "2")
+        yield head
     finally:
-        run("-m", "cluster.head", "down", "--job-grace-s", "20")
+        head.run("-m", "cluster.head", "down", "--job-grace-s", "20")
+
+
+@pytest.fixture(scope="module")
+def seen(head: Head) -> Seen:
+    """Observations of a job that `cluster.head down` stops at the end."""
+    state = StateDirectory(head.root / "state").load()
+    assert state is not None
+    recipe = head.recipe("observed")
+    head.run("-m", "cluster.submit", "--no-wait", "--", "python", "-m", "tasks.train", str(recipe))
+    client = client_environment(
+        head.environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
+    )
+    watch = str(REPOSITORY / "tests" / "support" / "watch_job.py")
+    metrics = str(head.root / "observed" / "metrics.jsonl")
+    answer: dict[str, Any] = json.loads(head.run(watch, state.dashboard_url, metrics, **client))
+    head.run("-m", "cluster.timeline", "--out", str(head.root / "timeline.json"))
+    events = json.loads((head.root / "timeline.json").read_text())
+    rows = {event["tid"].split(" (")[0] for event in events if event["name"] == "update[3]"}
+    return Seen(**answer, rows_of_updates=rows)
+
+
+def test_a_job_ends_with_the_bits_of_an_embedded_run(head: Head) -> None:
+    ten_steps = ("steps = 100000", "steps = 10")
+    submitted, embedded = head.recipe("submitted", ten_steps), head.recipe("embedded", ten_steps)
+    head.run("-m", "cluster.submit", "--", "python", "-m", "tasks.train", str(submitted))
+    head.run("-m", "tasks.train", str(embedded), RAY_ADDRESS="")
+    checkpoints = [head.root / name / "checkpoints" / "step-000010" for name in ("submitted", "embedded")]
+    records = [read_manifest(checkpoint).records() for checkpoint in checkpoints]
+    assert records[0] == records[1]
+    assert not [problem for checkpoint in checkpoints for problem in verify(checkpoint, deep=True)]
 
 
 def test_actors_are_named_after_what_they_are(seen: Seen) -> None:
-    ours = {name for name, state in seen.actors.items() if state == "ALIVE" and not name.startswith("_ray_internal")}
+    ours = {name for name in seen.actors if not name.startswith("_ray_internal")}
     assert ours == {"compute", "prefetcher", "optimizer-0", "parameter-tier"}
 
 

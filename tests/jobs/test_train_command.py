@@ -198,8 +198,8 @@ def test_steps_without_supervised_tokens_change_nothing_and_are_counted(place: P
     assert [row["loss"] is None for row in found] == [False, False, True, False, True]
     assert [row["applied_steps"] for row in found] == [1, 2, 2, 3, 3]
     checkpoints = run_dir / "checkpoints"
-    # An empty step in the middle is no reason for a checkpoint; the end of the run is.
-    assert sorted(path.name[-1] for path in checkpoints.iterdir()) == ["1", "2", "4", "5"]
+    assert sorted(path.name[-1] for path in checkpoints.iterdir()) == ["1", "2", "3", "4", "5"]
+    assert_same_state(checkpoints / "step-000003", checkpoints / "step-000002")
     assert_same_state(checkpoints / "step-000005", checkpoints / "step-000004")
     facts = read_manifest(checkpoints / "step-000005").facts
     assert (facts.applied_steps, facts.skipped_steps) == (3, 2)

@@ -23,6 +23,44 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[2]
 GIVE_UP_S = 240.0
 
+STEPS = 16
+EVERY = 4
+"""Steps between checkpoints."""
+
+RECIPE = f"""
+[model.config]
+model_type = "llama"
+hidden_size = 64
+intermediate_size = 160
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+vocab_size = 320
+max_position_embeddings = 128
+[data]
+path = "text"
+eval_fraction = 0.2
+[train]
+steps = {STEPS}
+sequence_length = 64
+sequences_per_step = 8
+micro_batch = 4
+device = "cpu"
+[optimizer]
+lr = 1e-3
+[precision]
+mode = "fp32"
+[memory]
+ram_gib = 0.003  # the state of the decoder layers does not fit: every kind of operation occurs
+optimizer_actors = 1
+[eval]
+every_steps = 8
+[checkpoint]
+every_steps = {EVERY}
+[run]
+max_recoveries = 100
+"""
+
 
 @dataclass
 class Run:

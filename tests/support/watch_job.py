@@ -28,7 +28,8 @@ def main(dashboard_url: str, metrics: Path) -> None:
     """Wait for the job's first steps, then collect."""
     wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5)
     ray.init(logging_level=logging.ERROR)
-    actors = {actor.name: actor.state for actor in list_actors(address=dashboard_url)}
+    alive = list_actors(address=dashboard_url, filters=[("state", "=", "ALIVE")])
+    actors = [actor.name for actor in alive]
     gauges = wait_for(read_gauges)
     timeline = wait_for(read_timeline)
     tasks = list_tasks(address=dashboard_url, filters=[("name", "=", "forward[3]")], limit=5)
