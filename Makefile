@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test lint clean distclean
+.PHONY: setup demo test soak lint clean distclean
 
 setup: $(INSTALLED)
 
@@ -22,6 +22,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Kills processes of real runs for ten minutes, and tries twenty times as many damaged inputs.
+soak: $(INSTALLED)
+	MEGATRAIN_SOAK=1 $(BIN)/python -m pytest tests/faults -s
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

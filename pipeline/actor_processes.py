@@ -67,7 +67,8 @@ class ActorProcesses:
                 memory = watched.process.memory_info()
             except psutil.Error:
                 continue  # gone; who waits for it, or `dead`, tells
-            watched.resident_bytes = memory.rss
+            if memory.rss:  # one that has just been killed holds nothing any more
+                watched.resident_bytes = memory.rss
             total += _private_bytes(memory)
         return total
 

@@ -15,10 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.kills import Run, assert_same_state, rows, running
+from support.kills import EVERY, STEPS, Run, assert_same_state, rows, running
 
-STEPS = 16
-EVERY = 4
 OPERATIONS = {
     "compute": ("stage", "forward", "head", "backward", "offload", "norm"),
     "prefetcher": ("load_state", "store_state", "snapshot"),
@@ -26,62 +24,6 @@ OPERATIONS = {
     "parameter-tier": ("ParameterTier",),
 }
 """What Ray shows as the title of each actor's process while it works; the parameter tier only lives."""
-
-RECIPE = f"""
-[model.config]
-model_type = "llama"
-hidden_size = 64
-intermediate_size = 160
-num_hidden_layers = 4
-num_attention_heads = 4
-num_key_value_heads = 2
-vocab_size = 320
-max_position_embeddings = 128
-[data]
-path = "text"
-eval_fraction = 0.2
-[train]
-steps = {STEPS}
-sequence_length = 64
-sequences_per_step = 8
-micro_batch = 4
-device = "cpu"
-[optimizer]
-lr = 1e-3
-[precision]
-mode = "fp32"
-[memory]
-ram_gib = 0.003  # the state of the decoder layers does not fit: every kind of operation occurs
-optimizer_actors = 1
-[eval]
-every_steps = 8
-[checkpoint]
-every_steps = {EVERY}
-[run]
-max_recoveries = 100
-"""
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    words = random.Random(0)
-    text = folder / "text"
-    text.mkdir()
-    for number in range(40):
-        (text / f"{number:02}.txt").write_text(" ".join(words.choice(["alpha", "beta", "gamma"]) for _ in range(300)))
-    (folder / "nvme").mkdir()
-    path = folder / "recipe.toml"
-    path.write_text(RECIPE.replace("[memory]", f'[memory]\nnvme_dir = "{folder / "nvme"}"'))
-    return path
-
-
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Path) -> Path:
-    run_dir = recipe.parent / "undisturbed"
-    with running(recipe, run_dir) as run:
-        assert run.finish() == 0, run.output()
-    return run_dir
 
 
 def final(run_dir: Path, steps: int = STEPS) -> Path:
