@@ -82,7 +82,7 @@ class Head:
                 del logits_CV
                 loss += chunk_loss
                 grad_normed_CH = grad_logits_CV @ weight_VH
-                _add_product(weight_grad_fp32, grad_logits_CV.T, hidden_CH)
+                add_product(weight_grad_fp32, grad_logits_CV.T, hidden_CH)
                 del grad_logits_CV
             grad_x_CH, grad_norm_H = torch.autograd.grad(normed_CH, (x_CH, norm_weight), grad_normed_CH)
             grad_x_TH[chunk] = grad_x_CH
@@ -133,7 +133,7 @@ def _token_losses(log_probs_CV: Tensor, targets_C: Tensor) -> Tensor:
     return torch.where(supervised_C, -log_probs_CV.gather(1, index_C1)[:, 0], 0.0)
 
 
-def _add_product(sum_fp32: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(sum_fp32: Tensor, left: Tensor, right: Tensor) -> None:
     """Add `left @ right` to `sum_fp32` without rounding the product to 16 bits."""
     if left.dtype == torch.float32:
         sum_fp32.addmm_(left, right)

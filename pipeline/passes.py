@@ -203,7 +203,15 @@ class Passes:
         key = (slot, self._family.signature(layer))
         if key not in self._templates:
             layout, buffer = self._model.layers[layer], self._slots.buffer(slot)
-            self._templates[key] = LayerTemplate(self._family, layer, layout, buffer, compile=self._settings.compile)
+            self._templates[key] = LayerTemplate(
+                self._family,
+                layer,
+                layout,
+                buffer,
+                compile=self._settings.compile,
+                # Only there a product of 16-bit matrices can end in fp32.
+                factor_weights=self._streams.device.type == "cuda",
+            )
         return self._templates[key]
 
     def _head_reads(self, slot: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from pipeline.device_extras import KEPT_SHARE
 from pipeline.families.family import Family
 from pipeline.families.layout import layer_parameter_names
 from pipeline.recompute import leave_out
+from pipeline.weight_products import FactoredLinear, add_weight_gradient, factor
 from tiers.layout import LayerLayout
 
 RunLayer = Callable[[Family, nn.Module, Tensor, AttentionContext], Tensor]
@@ -40,6 +41,17 @@ class KeptGraph:
     layer_input: Tensor
     layer_output: Tensor
     """With the autograd graph behind it."""
+    stand_ins: tuple[tuple[int, Tensor, Tensor], ...]
+    """Of linear layers whose weight gradient comes as two factors: place of the weight, and what gets the factors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A layer for graphs."""
+
+    module: nn.Module
+    factored: Mapping[int, FactoredLinear]
+    """By place of its weight among the parameters."""
 
 
 class LayerTemplate:
@@ -52,6 +64,7 @@ class LayerTemplate:
         layout: LayerLayout,
         slot_buffer: Tensor,
         compile: bool = False,
+        factor_weights: bool = False,
         backend: str = "inductor",
     ) -> None:
         """Bind a layer to a slot.
@@ -63,6 +76,8 @@ class LayerTemplate:
             slot_buffer: Flat weights of the slot, [at least layout.numel] in the type to compute in. Owned by the
                 caller, who may fill it anew between calls and must keep it as long as the template.
             compile: Compile the layer; templates of equal signature share the compiled graphs.
+            factor_weights: Multiply weight gradients straight into their fp32 sums. Otherwise they are rounded to the
+                weights' type in between, as PyTorch does.
             backend: Of `torch.compile`.
         """
         assert layout.index == layer_index
@@ -73,10 +88,18 @@ class LayerTemplate:
         self._parameters = [nn.Parameter(view) for view in tensor_views(slot_buffer, layout)]
         bound = dict(zip(names, self._parameters, strict=True))
         self._module = _bind(family.build_decoder_layer(layer_index), bound)
-        # The same parameters again, in a layer that computes no more than a backward needs.
-        self._recomputed = _bind(family.build_decoder_layer(layer_index), bound)
-        if family.last_projection is not None:
-            leave_out(self._recomputed, family.last_projection)
+
+        def variant(left_out: str | None) -> _Variant:
+            module = _bind(family.build_decoder_layer(layer_index), bound)
+            if factor_weights:
+                return _Variant(module, {names.index(n): linear for n, linear in factor(module, left_out).items()})
+            if left_out is not None:
+                leave_out(module, left_out)
+            return _Variant(module, {})
+
+        self._kept = variant(None)
+        # Computes no more than a backward needs.
+        self._recomputed = variant(family.last_projection)
         self._run: RunLayer = _compiled(backend) if compile else _run_layer
 
     def accumulator_views(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -108,23 +131,31 @@ class LayerTemplate:
     def forward_kept(self, x_BSH: Tensor, context: AttentionContext) -> tuple[Tensor, KeptGraph]:
         """Run the layer that lies in the slot; return its output without a graph, and the graph."""
         with torch._functorch.config.patch(activation_memory_budget=KEPT_SHARE):
-            graph = self._graph(self._module, x_BSH, context)
+            graph = self._graph(self._kept, x_BSH, context)
         return graph.layer_output.detach(), graph
 
     def backward_kept(self, graph: KeptGraph, grad_y_BSH: Tensor, accumulators: Sequence[Tensor]) -> Tensor:
         """Go back through a graph, which is used up by it; otherwise as `backward`."""
-        inputs = [graph.layer_input, *self._parameters]
-        grad_x_BSH, *parameter_grads = torch.autograd.grad(graph.layer_output, inputs, grad_y_BSH, allow_unused=True)
-        for accumulator, grad in zip(accumulators, parameter_grads, strict=True):
+        factored = {place for place, _, _ in graph.stand_ins}
+        others = [place for place in range(len(self._parameters)) if place not in factored]
+        inputs = [graph.layer_input, *(self._parameters[place] for place in others)]
+        inputs += [stand_in for _, *pair in graph.stand_ins for stand_in in pair]
+        grad_x_BSH, *grads = torch.autograd.grad(graph.layer_output, inputs, grad_y_BSH, allow_unused=True)
+        for place, grad in zip(others, grads, strict=False):
             if grad is not None:
-                accumulator.add_(grad)
+                accumulators[place].add_(grad)
+        factors = iter(grads[len(others) :])
+        for (place, _, _), x, grad_y in zip(graph.stand_ins, factors, factors, strict=True):
+            add_weight_gradient(accumulators[place], x, grad_y)
         assert grad_x_BSH is not None
         return grad_x_BSH
 
-    def _graph(self, module: nn.Module, x_BSH: Tensor, context: AttentionContext) -> KeptGraph:
+    def _graph(self, variant: _Variant, x_BSH: Tensor, context: AttentionContext) -> KeptGraph:
+        batch, length, _ = x_BSH.shape
+        stand_ins = tuple((at, *linear.stand_ins(batch, length)) for at, linear in variant.factored.items())
         with torch.enable_grad():
             x_BSH = x_BSH.detach().requires_grad_()
-            return KeptGraph(x_BSH, self._run(self._family, module, x_BSH, context))
+            return KeptGraph(x_BSH, self._run(self._family, variant.module, x_BSH, context), stand_ins)
 
 
 def _bind(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from pipeline.attention import AttentionContext, build_attention_context
 from pipeline.families import family_of, load_model_spec, model_layout
@@ -43,7 +44,7 @@ class Case:
         return by_input, flat
 
     def gradients_of_the_whole_layer(self) -> tuple[Tensor, Tensor]:
-        self.template._recomputed = self.template._module
+        self.template._recomputed = self.template._kept
         return self.gradients()
 
 
@@ -51,7 +52,7 @@ class Case:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_the_whole_layer_in_every_bit(family: str, precision: Precision) -> None:
     case = Case(tiny_config(family), precision)
-    assert isinstance(case.template._recomputed.get_submodule("mlp.down_proj"), UncomputedLinear)
+    assert isinstance(case.template._recomputed.module.get_submodule("mlp.down_proj"), UncomputedLinear)
     got, wanted = case.gradients(), case.gradients_of_the_whole_layer()
     assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
     assert bool(got[1].any())
@@ -59,7 +60,7 @@ def test_gradients_are_those_of_the_whole_layer_in_every_bit(family: str, precis
 
 def test_a_layer_with_a_biased_last_projection_is_recomputed_whole() -> None:
     case = Case(tiny_config("llama", mlp_bias=True))
-    assert isinstance(case.template._recomputed.get_submodule("mlp.down_proj"), nn.Linear)
+    assert isinstance(case.template._recomputed.module.get_submodule("mlp.down_proj"), nn.Linear)
     assert not leave_out(case.family.build_decoder_layer(1), "mlp.down_proj")
 
 
@@ -80,3 +81,36 @@ def test_the_compiled_recompute_is_one_graph_and_holds_no_product_of_the_project
     assert len(graphs) == 1
     products = [node for node in graphs[0].graph.nodes if "linear" in str(node.target)]
     assert len(products) == 6, "q, k, v, o, gate and up; not down"
+
+
+@pytest.mark.parametrize("config", [{}, {"mlp_bias": True, "attention_bias": True}], ids=["plain", "biases"])
+def test_weight_gradients_multiplied_into_their_sums_are_those_of_autograd(config: dict[str, object]) -> None:
+    plain, factored = (Case(tiny_config("llama", **config), factor_weights=flag) for flag in (False, True))
+    wanted, got = plain.gradients(), factored.gradients()
+    assert torch.equal(got[0], wanted[0])
+    torch.testing.assert_close(got[1], wanted[1])
+    _, graph = factored.template.forward_kept(factored.x, factored.context)
+    kept = torch.zeros(factored.layout.numel)
+    factored.template.backward_kept(graph, factored.grad, factored.template.accumulator_views(kept))
+    assert torch.equal(kept, got[1])
+
+
+def test_products_into_fp32_sums_are_nearer_to_the_truth_than_rounded_ones() -> None:
+    exact = Case(tiny_config("qwen2"))
+    distances = []
+    for flag in (False, True):
+        case = Case(tiny_config("qwen2"), Precision.BF16, factor_weights=flag)
+        exact.flat.copy_(case.flat.float())
+        exact.x, exact.grad = case.x.float(), case.grad.float()
+        distances.append(float((case.gradients()[1] - exact.gradients()[1]).norm()))
+    assert distances[1] <= distances[0]
+
+
+def test_a_compiled_layer_gives_its_factors_in_one_graph() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    eager = Case(tiny_config("qwen2"))
+    for _ in range(2):
+        compiled = Case(tiny_config("qwen2"), compile=True, factor_weights=True, backend="aot_eager")
+        torch.testing.assert_close(compiled.gradients(), eager.gradients())
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
