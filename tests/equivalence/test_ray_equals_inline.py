@@ -84,6 +84,31 @@ def published(writer: CheckpointWriter, records: Sequence[FileRecord], model: Mo
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_local")
+def test_updates_on_the_device_and_kept_layers_leave_the_bits_of_plain_steps(tmp_path: Path) -> None:
+    """An evaluation between steps takes the slots where the newest weights lie."""
+    case = Case(tiny_config("qwen3"), Precision.BF16, 0.5)
+    with_extras = replace(case, device_updates=(0, 1, 2), kept_layers=2)
+    with crew_of(with_extras) as (crew, schedule, model):
+        coordinator = Coordinator(crew, schedule, applied_steps=0)
+        results: list[StepResult] = []
+        for first in (1, SNAPSHOT_STEP + 1):
+            steps = [(step, BATCHES[step - 1]) for step in range(first, STEPS + 1)][:SNAPSHOT_STEP]
+            submitted = [coordinator.submit(step, batch) for step, batch in steps[:2]]
+            for step, batch in steps[2:]:
+                results.append(coordinator.wait(submitted[-2]))
+                submitted.append(coordinator.submit(step, batch))
+            results += [coordinator.wait(each) for each in submitted[-2:]]
+            loss = coordinator.evaluate(iter(BATCHES[:1]))
+            assert loss.supervised_tokens == BATCHES[0].supervised_tokens
+        writer = begin(tmp_path, STEPS, model)
+        weights = published(writer, coordinator.snapshot(writer.directory), model)
+    expected, _, wanted = inline_outcome(case)
+    assert [(r.loss, r.grad_norm) for r in results] == [(r.loss, r.grad_norm) for r in expected]
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
     ("precision", "max_grad_norm", "nvme"),
     [(Precision.FP32, 0.5, False), (Precision.BF16, None, True), (Precision.BF16, 0.5, True)],
