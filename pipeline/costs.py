@@ -59,7 +59,7 @@ class CostModel:
         layer = model.layers[key.layer] if key.layer >= 0 else self._head
         types = buffer_types(model.precision, self.placement.tier.gradient_type)
         link, host = self.hardware.link, self.hardware.host
-        weight_bytes = layer.numel * types[Buffer.WEIGHT].bytes
+        weight_bytes = self._weight_bytes(layer)
         state_bytes = layer.numel * sum(types[buffer].bytes for buffer in state_buffers(model.precision))
         match key.op:
             case Op.STAGE if key.pass_ is Pass.FORWARD and key.layer in self.placement.schedule.device_updates:
@@ -148,7 +148,10 @@ class CostModel:
             if op is Op.BACKWARD:
                 recompute = 0.0 if self._is_kept(layer) else flops - self._left_out_flops
                 flops = 2.0 * flops + recompute
-            seconds = flops / rate + micro_batches * KERNELS_S
+            # Where few tokens come to an expert, its weights take longer to read than to multiply.
+            passes = 1 if op is Op.FORWARD else 3
+            weights_s = passes * micro_batches * self._weight_bytes(layer) / traffic
+            seconds = max(flops / rate, weights_s) + micro_batches * KERNELS_S
             if op is Op.BACKWARD:
                 # Each micro-batch's gradient is read in the weights' type and added to the fp32 sum.
                 seconds += micro_batches * layer.numel * 10 / traffic + leaving_s
@@ -156,6 +159,9 @@ class CostModel:
                 # Leaves on the D2H stream beside the next layer's work; the slower of the two sets the pace.
                 seconds = max(seconds, spilled / self.hardware.link.to_host_gbps / 1e9)
         return Cost(Lane.COMPUTE, seconds, seconds)
+
+    def _weight_bytes(self, layer: LayerLayout) -> int:
+        return layer.numel * buffer_types(self.placement.tier.model.precision)[Buffer.WEIGHT].bytes
 
     def _is_kept(self, layer: LayerLayout) -> bool:
         """Whether a decoder layer is not recomputed. What it computes again all the same is elementwise."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.device_extras import NO_EXTRAS, Extras, choose_extras
 from pipeline.device_footprint import device_terms
@@ -89,6 +89,24 @@ class Shortage:
 
 
 def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
+    """The best placement that fits."""
+    found = _first_fit(request, budget)
+    if isinstance(found, Placement) and request.staging_slots > LEAN_SLOTS and found.used(Place.NVME):
+        # Slots are as large as layers: of few layers on NVMe the third slot may put one there itself.
+        lean = _first_fit(replace(request, staging_slots=LEAN_SLOTS), budget)
+        if isinstance(lean, Placement) and lean.used(Place.NVME) < WORTH_A_SLOT * found.used(Place.NVME):
+            return lean
+    return found
+
+
+LEAN_SLOTS = 2
+"""One is read or written while the other is updated: most of what a third slot gains."""
+
+WORTH_A_SLOT = 0.9
+"""Share of bytes on NVMe, which all move twice a step, below which two slots make the shorter step."""
+
+
+def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
     """The first of the candidates, in order of preference, that fits."""
     spilled = _spilled_boundaries(request, budget.gpu_bytes)
     device = _device(request, spilled, 0)

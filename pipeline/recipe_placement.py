@@ -7,19 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from pipeline.errors import PipelineError, UnsupportedModelError
-from pipeline.families import ModelSpec, load_model_spec, model_layout
+from pipeline.families import ModelSpec, load_model_spec, model_layout, read_config
+from pipeline.families.planned import PLANNED, planned_model
+from pipeline.families.registry import PLANNED_ONLY
 from pipeline.footprint import GIB
 from pipeline.hardware import Hardware
 from pipeline.placement import MemoryBudget, PlacementRequest, ram_for_state
 from pipeline.recipe import Recipe
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.host_memory import available_host_bytes
+from tiers.layout import ModelLayout
 
 DEVICE_RESERVE = 0.02
 """Share of free device memory left alone: the allocator's pools never fill to the last block."""
@@ -95,6 +98,38 @@ def spec_of(recipe: Recipe) -> ModelSpec:
     Raises:
         UnsupportedModelError: Its configuration cannot be read or asks for what is not supported.
     """
+    return load_model_spec(_config_of(recipe), recipe.precision.precision)
+
+
+def shape_of(recipe: Recipe) -> tuple[ModelLayout, ComputeShape]:
+    """Layout and sizes of the model that a recipe names, also of families that can be planned and not yet trained.
+
+    Raises:
+        UnsupportedModelError: As `spec_of`.
+    """
+    config = _config_of(recipe)
+    if isinstance(config, Path):
+        config = read_config(config)
+    if config.get("model_type") not in PLANNED:
+        spec = spec_of(recipe)
+        return model_layout(spec), ComputeShape.of_config(spec.config.to_dict())
+    planned = planned_model(config, recipe.precision.precision)
+    length = recipe.train.sequence_length
+    # A token of a windowed layer sees at most the window: on average over the layers.
+    seen = sum(min(window or length, length) for window in planned.windows) / len(planned.windows)
+    return planned.layout, replace(ComputeShape.of_config(planned.config), attention_window=round(seen))
+
+
+def planned_only(recipe: Recipe) -> str | None:
+    """Why the recipe's model cannot be trained although `shape_of` knows it; None where it can."""
+    config = _config_of(recipe)
+    if isinstance(config, Path):
+        config = read_config(config)
+    return PLANNED_ONLY.get(str(config.get("model_type")))
+
+
+def _config_of(recipe: Recipe) -> Path | dict[str, object]:
+    """A Hugging Face directory, or the fields of its configuration."""
     model = recipe.model
     if isinstance(model.config, Path):
         try:
@@ -103,18 +138,22 @@ def spec_of(recipe: Recipe) -> ModelSpec:
             raise UnsupportedModelError(f"model.config: {model.config} cannot be read as JSON: {error}") from error
         if not isinstance(config, dict):
             raise UnsupportedModelError(f"model.config: {model.config} holds no table of fields")
-        return load_model_spec(config, recipe.precision.precision)
-    source = model.source if model.config is None else dict(model.config)
-    assert source is not None
-    return load_model_spec(source, recipe.precision.precision)
+        return config
+    if model.config is not None:
+        return {**model.config}
+    assert model.source is not None
+    return model.source
 
 
-def request_of(recipe: Recipe, spec: ModelSpec, *, cuda: bool, optimizer_actors: int) -> PlacementRequest:
+def request_of(
+    recipe: Recipe, shape: tuple[ModelLayout, ComputeShape], *, cuda: bool, optimizer_actors: int
+) -> PlacementRequest:
     """What the placement of a recipe depends on, the budget left out."""
     train = recipe.train
+    model, compute = shape
     return PlacementRequest(
-        model=model_layout(spec),
-        compute=ComputeShape.of_config(spec.config.to_dict()),
+        model=model,
+        compute=compute,
         step=StepShape(train.sequence_length, train.sequences_per_step, train.micro_batch),
         clip=recipe.optimizer.max_grad_norm > 0,
         processes=ProcessShape(optimizer_actors, cuda, compiled=train.compile and cuda),

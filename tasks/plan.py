@@ -23,7 +23,7 @@ from pipeline.errors import PipelineError
 from pipeline.hardware import Hardware, HardwareError, find_hardware, load_hardware
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
 from pipeline.recipe import Recipe, RecipeError, load_recipe
-from pipeline.recipe_placement import MachineMemory, budget_of, request_of, spec_of
+from pipeline.recipe_placement import MachineMemory, budget_of, planned_only, request_of, shape_of
 from pipeline.simulate import simulate
 from tasks.plan_report import Plan, TimeFigures, checkpoint_figures
 from tasks.plan_tables import tables
@@ -60,10 +60,9 @@ def make_plan(
         UnsupportedModelError: The model cannot be trained at all.
         PipelineError: This machine has no GPU and the recipe demands one.
     """
-    spec = spec_of(recipe)
     machine = MachineMemory.of_this_machine(recipe) if hardware is None else MachineMemory.of_hardware(hardware, recipe)
     actors = recipe.memory.optimizer_actors or default_optimizer_actors(machine.cores)[0]
-    request = request_of(recipe, spec, cuda=machine.cuda, optimizer_actors=actors)
+    request = request_of(recipe, shape_of(recipe), cuda=machine.cuda, optimizer_actors=actors)
     reason = None
     try:
         placement = place(request, budget_of(recipe, machine, request.processes))
@@ -76,6 +75,7 @@ def make_plan(
         parameters=request.model.num_parameters,
         fits=reason is None,
         reason=reason,
+        note=planned_only(recipe),
         placement=placement,
         checkpoints=checkpoint_figures(recipe, placement, free_bytes),
         time=None if reason else _time(recipe, placement, request, hardware, price_per_hour, token_budget),

@@ -17,6 +17,8 @@ def tables(plan: Plan) -> str:
         f"{plan.recipe} on {plan.machine}: {plan.parameters / 1e9:.2f} B parameters",
         f"fits: {'yes' if plan.fits else 'NO'}",
     ]
+    if plan.note:
+        lines.append(f"note: {plan.note}")
     if plan.reason:
         lines.append(plan.reason)
         lines.append("\nOn a machine with enough of everything it would take:")

@@ -17,7 +17,7 @@ from pipeline.footprint import GIB
 from pipeline.optimizer_pool import OptimizerSettings
 from pipeline.placement import Placement, place, preflight
 from pipeline.recipe import Recipe
-from pipeline.recipe_placement import MachineMemory, budget_of, request_of, spec_of
+from pipeline.recipe_placement import MachineMemory, budget_of, request_of, shape_of, spec_of
 from tasks.data.dataset import PackedDataset, open_dataset
 from tasks.data.settings import DataSettings
 from tasks.model_source import check_source
@@ -47,7 +47,7 @@ def prepare(recipe: Recipe) -> Preparation:
     spec = spec_of(recipe)
     machine = MachineMemory.of_this_machine(recipe)
     actors, threads = optimizer_shape(recipe, machine.cores)
-    request = request_of(recipe, spec, cuda=machine.cuda, optimizer_actors=actors)
+    request = request_of(recipe, shape_of(recipe), cuda=machine.cuda, optimizer_actors=actors)
     if recipe.model.source is not None:
         check_source(recipe.model.source, request.model, recipe.run.dir)
     placement = place(request, budget_of(recipe, machine, request.processes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipeline.families.family import Family, Rotary, family_of
 from pipeline.families.flops import matmul_parameters, model_flops_per_token
 from pipeline.families.layout import model_layout
-from pipeline.families.spec import ModelSpec, load_model_spec
+from pipeline.families.spec import ModelSpec, load_model_spec, read_config
 
 __all__ = [
     "Family",
@@ -20,4 +20,5 @@ __all__ = [
     "matmul_parameters",
     "model_flops_per_token",
     "model_layout",
+    "read_config",
 ]

@@ -32,14 +32,14 @@ def model_layout(spec: ModelSpec) -> ModelLayout:
     parts = {
         family.signature(index): list(_tensors(family.build_decoder_layer(index), std)) for index in decoder_layers
     }
-    layers = [_layer(0, "embedding", LayerKind.EMBEDDING, [_matrix(EMBEDDING_NAME, matrix, std)])]
+    layers = [model_layer(0, "embedding", LayerKind.EMBEDDING, [vocabulary_matrix(EMBEDDING_NAME, matrix, std)])]
     for index in decoder_layers:
         tensors = _prefixed(family.parameter_prefix(index), parts[family.signature(index)])
-        layers.append(_layer(index, f"layer-{index - 1:04d}", LayerKind.DECODER, tensors))
+        layers.append(model_layer(index, f"layer-{index - 1:04d}", LayerKind.DECODER, tensors))
     head = _prefixed(FINAL_NORM_PREFIX, list(_tensors(family.build_final_norm(), std)))
     if not spec.tied:
-        head.append(_matrix(LM_HEAD_NAME, matrix, std))
-    layers.append(_layer(len(layers), "head", LayerKind.HEAD, head))
+        head.append(vocabulary_matrix(LM_HEAD_NAME, matrix, std))
+    layers.append(model_layer(len(layers), "head", LayerKind.HEAD, head))
     return ModelLayout(tuple(layers), spec.precision, spec.tied)
 
 
@@ -49,12 +49,14 @@ def layer_parameter_names(family: Family, layout: LayerLayout) -> tuple[str, ...
     return tuple(tensor.name.removeprefix(prefix) for tensor in layout.tensors)
 
 
-def _layer(index: int, name: str, kind: LayerKind, tensors: list[TensorSpec]) -> LayerLayout:
+def model_layer(index: int, name: str, kind: LayerKind, tensors: list[TensorSpec]) -> LayerLayout:
+    """A layer of tensors that have no places yet."""
     placed, numel = place_tensors(tensors)
     return LayerLayout(index, name, kind, placed, numel)
 
 
-def _matrix(name: str, shape: tuple[int, ...], std: float) -> TensorSpec:
+def vocabulary_matrix(name: str, shape: tuple[int, ...], std: float) -> TensorSpec:
+    """The embedding or the LM head, its place not yet given."""
     return TensorSpec(name, shape, 0, True, InitKind.NORMAL, std)
 
 

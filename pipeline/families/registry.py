@@ -56,6 +56,10 @@ class FamilyEntry:
         return frozenset(field.name for field in fields(self.config_class)) | self.extra_fields
 
 
+_MIXTURE = "a mixture of experts can be planned with tasks.plan, not trained yet"
+PLANNED_ONLY = dict.fromkeys(("gpt_oss", "mixtral", "qwen3_moe"), _MIXTURE)
+"""Families that `planned` knows, and why they cannot be trained."""
+
 FAMILIES: dict[str, FamilyEntry] = {
     "llama": FamilyEntry(
         LlamaConfig,

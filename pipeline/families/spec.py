@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.attention import ATTENTION_NAME
 from pipeline.errors import UnsupportedModelError
 from pipeline.families.refusals import refusals
-from pipeline.families.registry import FAMILIES
+from pipeline.families.registry import FAMILIES, PLANNED_ONLY
 from tiers.layout import Precision
 
 CONFIG_FILE = "config.json"
@@ -82,11 +82,14 @@ def load_model_spec(source: Path | Mapping[str, object], precision: Precision) -
         UnsupportedModelError: The file is missing or malformed, the family is unknown, or a field asks for maths that
             is not computed here; all such fields are named at once.
     """
-    origin, config = (str(source / CONFIG_FILE), _read(source)) if isinstance(source, Path) else ("[model]", source)
+    origin, config = (
+        (str(source / CONFIG_FILE), read_config(source)) if isinstance(source, Path) else ("[model]", source)
+    )
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        why = f" ({PLANNED_ONLY[model_type]})" if isinstance(model_type, str) and model_type in PLANNED_ONLY else ""
         raise UnsupportedModelError(
-            f"{origin}: model_type = {model_type!r} cannot be trained; supported: {', '.join(sorted(FAMILIES))}"
+            f"{origin}: model_type = {model_type!r} cannot be trained{why}; supported: {', '.join(sorted(FAMILIES))}"
         )
     if reasons := list(refusals(model_type, config)):
         raise UnsupportedModelError(
@@ -106,7 +109,12 @@ def load_model_spec(source: Path | Mapping[str, object], precision: Precision) -
     return spec
 
 
-def _read(directory: Path) -> Mapping[str, object]:
+def read_config(directory: Path) -> dict[str, object]:
+    """The fields of a directory's `config.json`, not vetted.
+
+    Raises:
+        UnsupportedModelError: It is missing or no table of JSON.
+    """
     path = directory / CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

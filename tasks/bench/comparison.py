@@ -11,7 +11,7 @@ from pipeline.footprint import Place, total
 from pipeline.hardware import Hardware
 from pipeline.host_footprint import NOT_IN_HELD_BYTES, RUNNING_BEFORE_ALLOCATION
 from pipeline.placement import Placement
-from pipeline.recipe_placement import request_of
+from pipeline.recipe_placement import request_of, shape_of
 from pipeline.simulate import simulate
 from tasks.bench.step import StepReport
 from tasks.preparation import Preparation
@@ -36,14 +36,13 @@ class Figure:
 def compare(preparation: Preparation, report: StepReport, hardware: Hardware | None) -> tuple[Figure, ...]:
     """Predict what was measured; times only with a description of the machine."""
     placement = preparation.placement
+    # Where the CPU stands in for the device, the device's memory is the host's.
+    device_bytes = 0 if preparation.cuda else placement.used(Place.DEVICE)
+    held_bytes = _host(placement, NOT_IN_HELD_BYTES) + device_bytes
+    taken_bytes = _host(placement, RUNNING_BEFORE_ALLOCATION) + device_bytes
     figures = [
-        Figure("host: arena, driver and actors", "bytes", _host(placement, NOT_IN_HELD_BYTES), report.host_bytes),
-        Figure(
-            "host: all that became unavailable",
-            "bytes",
-            _host(placement, RUNNING_BEFORE_ALLOCATION),
-            report.host_taken_bytes,
-        ),
+        Figure("host: arena, driver and actors", "bytes", held_bytes, report.host_bytes),
+        Figure("host: all that became unavailable", "bytes", taken_bytes, report.host_taken_bytes),
     ]
     if preparation.cuda:
         device = [term for term in placement.terms if term.place is Place.DEVICE]
@@ -51,8 +50,8 @@ def compare(preparation: Preparation, report: StepReport, hardware: Hardware | N
         figures.append(Figure("device: torch's peak", "bytes", peak, report.gpu_peak_bytes))
         figures.append(Figure("device: in use by the driver", "bytes", total(device), report.device_taken_bytes))
     if hardware is not None:
-        actors = preparation.crew.optimizer_actors
-        request = request_of(preparation.recipe, preparation.spec, cuda=preparation.cuda, optimizer_actors=actors)
+        recipe, actors = preparation.recipe, preparation.crew.optimizer_actors
+        request = request_of(recipe, shape_of(recipe), cuda=preparation.cuda, optimizer_actors=actors)
         prediction = simulate(CostModel(placement, request.compute, request.step, hardware))
         figures.append(Figure("step", "s", prediction.step_s, report.step_s))
         for load in prediction.lanes:

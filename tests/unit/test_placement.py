@@ -67,8 +67,8 @@ def test_spills_state_of_the_fewest_decoder_layers_that_fit_spread_over_the_dept
     state_bytes = (1 << 20) * 10
     placement = place(wanted, without_room_for_gradients(wanted, squeezed(wanted, 2 * state_bytes)))
     spilled = [index for index, home in enumerate(placement.tier.homes) if home.state_slot is not None]
-    # Three layers share the staging slots before the first byte is saved; page tables shrink along with the arena.
-    assert len(spilled) == 5
+    # Two layers fill the staging slots before the first byte is saved; a third slot would put one more on the drive.
+    assert len(spilled) == 4
     gaps = [b - a for a, b in itertools.pairwise(spilled)]
     assert max(gaps) - min(gaps) <= 1
     assert all(home.weight_slot is None for home in placement.tier.homes)
