@@ -19,7 +19,8 @@ from support.kills import Run, assert_same_state, running
 
 SOAK_S = float(os.environ.get("MEGATRAIN_SOAK_S", "600"))
 SEED = int(os.environ.get("MEGATRAIN_SOAK_SEED", "0"))
-STEPS = 1200
+STEPS = max(200, int(2 * SOAK_S))
+"""More than are reached between kills: the rest is trained when no more come."""
 OPERATIONS = (
     *("begin", "stage", "forward", "head", "loss", "backward", "offload", "norm"),
     *("update", "load_state", "store_state", "snapshot", "evaluate", "restore", "ParameterTier"),

@@ -124,6 +124,7 @@ class Run:
                     if seen.startswith(title):
                         os.kill(self._actor(victim) if victim else worker.pid, signal.SIGKILL)
                         return True
+                time.sleep(0.0005)  # an operation of the small model takes some milliseconds
             return False
 
         self.wait_for(caught, f"{title} after step {step}")
