@@ -79,9 +79,8 @@ def test_a_hugging_face_directory_with_nothing_but_a_config_is_planned(
     for setting in ("source", "config"):
         path = tmp_path if setting == "source" else tmp_path / "config.json"
         recipe = tmp_path / f"{setting}.toml"
-        recipe.write_text(
-            f'[model]\n{setting} = "{path}"\n[data]\npath = "data"\n[train]\nsteps = 1\nsequence_length = 1024\nsequences_per_step = 64\n'
-        )
+        steps = "[train]\nsteps = 1\nsequence_length = 1024\nsequences_per_step = 64\n"
+        recipe.write_text(f'[model]\n{setting} = "{path}"\n[data]\npath = "data"\n{steps}')
         assert main([str(recipe), "--hardware", "h200-1.5tb"]) == 0
         text = capsys.readouterr().out
         assert "30.53 B parameters" in text and "note: a mixture of experts can be planned" in text
