@@ -25,6 +25,7 @@ from pipeline.placement import MemoryBudget, Placement, PlacementError, Placemen
 from pipeline.recipe import Recipe, RecipeError, load_recipe
 from pipeline.recipe_placement import MachineMemory, budget_of, planned_only, request_of, shape_of
 from pipeline.simulate import simulate
+from tasks.plan_advice import advice
 from tasks.plan_report import Plan, TimeFigures, checkpoint_figures
 from tasks.plan_tables import tables
 
@@ -94,6 +95,8 @@ def _time(
         return None
     prediction = simulate(CostModel(placement, request.compute, request.step, hardware))
     return TimeFigures(
+        steps=recipe.train.steps if token_budget is None else None,
+        advice=advice(request, placement, prediction, hardware),
         prediction=prediction,
         tokens=request.step.tokens,
         token_budget=token_budget or request.step.tokens * recipe.train.steps,

@@ -9,6 +9,7 @@ from pipeline.footprint import Place
 from pipeline.placement import Placement
 from pipeline.recipe import Recipe
 from pipeline.simulate import Prediction
+from tasks.plan_advice import Advice
 from tiers.layout import LayerHome
 from tiers.shards import store_bytes
 
@@ -57,7 +58,11 @@ class TimeFigures:
     prediction: Prediction
     tokens: int
     """Of a step."""
+    steps: int | None
+    """Of the recipe; None where the token budget was given."""
     token_budget: int
+    advice: tuple[Advice, ...]
+    """What would make it faster."""
     price_per_hour: float | None
     endurance_tb: float
 
@@ -137,6 +142,7 @@ def _time_json(time: TimeFigures) -> dict[str, object]:
         "days": time.days,
         "cost": time.cost,
         "drive_days": time.drive_days,
+        "advice": [asdict(each) for each in time.advice],
     }
 
 

@@ -111,8 +111,10 @@ def _time(time: TimeFigures) -> Iterator[str]:
             f"  the drive reads {_gb(prediction.nvme_read_bytes)} and writes {_gb(prediction.nvme_write_bytes)} "
             f"a step{life}"
         )
-    yield f"tokens a day: {time.tokens_per_day / 1e9:.3f} B"
-    yield f"{time.token_budget / 1e9:.3f} B tokens take {time.days:.2f} days"
+    for each in time.advice:
+        yield f"  {each.speedup:.2f} times as many tokens a second with {each.setting} ({each.but})"
+    what = f"the recipe's {time.steps:,} steps" if time.steps else f"{time.token_budget / 1e9:.3f} B tokens"
+    yield f"tokens a day: {time.tokens_per_day / 1e6:,.1f} million; {what} take {time.days:.2f} days"
     if time.cost is not None:
         yield f"cost at {time.price_per_hour:g} an hour: {time.cost:,.2f}"
 

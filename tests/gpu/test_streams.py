@@ -137,7 +137,9 @@ def test_a_step_on_the_gpu_equals_one_on_the_cpu(tied: bool) -> None:
         torch.testing.assert_close(outcomes[1][1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("options", [{"decoder_slots": 1}, {"activation_bytes": 1 << 16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"decoder_slots": 1}, {"activation_bytes": 1 << 16}, {"device_gradients": 4}], ids=str
+)
 def test_where_things_lie_changes_no_bit_on_the_gpu(options: dict[str, Any]) -> None:
     outcomes = []
     for chosen in ({}, options):

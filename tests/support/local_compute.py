@@ -29,12 +29,16 @@ class LocalCompute:
         *,
         max_grad_norm: float | None = 1.0,
         activation_bytes: int = 0,
+        device_gradients: int = 0,
         seed: int = 1,
         **settings: Any,
     ) -> None:
         self.spec = load_model_spec(config, Precision.FP32)
         model = model_layout(self.spec)
-        homes = tuple(LayerHome(gradient_slot=layer.index) for layer in model.layers)
+        first_held = len(model.layers) - device_gradients
+        homes = tuple(
+            LayerHome(gradient_slot=layer.index, gradient_on_device=layer.index >= first_held) for layer in model.layers
+        )
         self.plan = TierPlan(model, homes, ElementType.FLOAT32, activation_bytes)
         self.tier = ParameterTier(self.plan)
         self.settings = ComputeSettings(LR, max_grad_norm, **settings)
@@ -44,6 +48,7 @@ class LocalCompute:
             max_grad_norm is not None,
             self.settings.decoder_slots,
             self.settings.outgoing_buffers,
+            device_gradients=tuple(home.gradient_on_device for home in homes),
         )
         self.arena, self.map = self.tier.handle().attach()
         for layer in model.layers:

@@ -147,3 +147,13 @@ def test_errors_and_handles_pickle() -> None:
     assert isinstance(error, HostMemoryError) and str(error) == "too large"
     handle = ArenaHandle("/proc/1/fd/2", 3)
     assert pickle.loads(pickle.dumps(handle)) == handle
+
+
+def test_odd_sizes_take_what_they_need_and_no_power_of_two() -> None:
+    """FAULTS B73: slabs of 1.125 units, which an allocator of powers of two would round up to 2."""
+    slab, slabs = 9 << 20, 8
+    with Arena.create(slab * slabs, threads=1) as arena:
+        descriptor = os.open(arena.handle().path, os.O_RDONLY)
+        resident_bytes = os.fstat(descriptor).st_blocks * 512
+        os.close(descriptor)
+    assert slab * slabs <= resident_bytes <= 1.05 * slab * slabs

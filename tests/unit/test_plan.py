@@ -103,6 +103,16 @@ def test_refused_input_ends_with_2_and_one_message(capsys: pytest.CaptureFixture
     assert "did you mean steps" in text
 
 
+def test_tells_what_would_make_it_faster_and_that_holds_when_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    first = as_json(capsys, "qwen2.5-72b", "rtx4090-256gb-1nvme")["time"]
+    assert isinstance(first, dict)
+    best = first["advice"][0]
+    assert best["speedup"] > 1.1
+    followed = as_json(capsys, "qwen2.5-72b", "rtx4090-256gb-1nvme", best["setting"].replace(" ", ""))["time"]
+    assert isinstance(followed, dict)
+    assert followed["tokens_per_s"] == pytest.approx(best["speedup"] * first["tokens_per_s"], rel=1e-6)
+
+
 def test_drive_life_cost_and_days_follow_from_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = plan(
         capsys,
@@ -120,7 +130,14 @@ def test_drive_life_cost_and_days_follow_from_the_step(capsys: pytest.CaptureFix
 def test_checkpoints_that_do_not_fit_the_disk_are_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """FAULTS B145: keep_last checkpoints and the one being written, against the free space."""
     recipe = str(RECIPES / "qwen2.5-7b.toml")
-    cpu = ("--set", "train.device=cpu", "--set", f"run.dir={tmp_path / 'run'}", "--set", "checkpoint.keep_last=900")
+    cpu: tuple[str, ...] = (
+        "--set",
+        "train.device=cpu",
+        "--set",
+        f"run.dir={tmp_path / 'run'}",
+        "--set",
+        "checkpoint.keep_last=900",
+    )
     cpu += ("--set", f"memory.nvme_dir={tmp_path}")
     _, text = plan(capsys, recipe, *cpu, "--set", "checkpoint.every_steps=1", "--set", "train.steps=1000", "--json")
     checkpoints = json.loads(text)["checkpoints"]
