@@ -96,7 +96,7 @@ def _work_term(compute: ComputeShape, tokens: int, decoder: int, weight: int, co
     logit_bytes = (5 if compiled else 12) * weight // 2
     head = chunk * compute.vocab_size * logit_bytes + 4 * tokens * compute.hidden_size * weight
     activations = tokens * layer_activation_bytes(compute, weight)
-    layer = (activations * 11 // 20 if compiled else activations) + decoder * weight
+    layer = (activations * 13 // 20 if compiled else activations) + decoder * weight
     if head > layer:
         return _device("head chunk", head, f"logits and their gradient, {chunk:,} tokens at a time")
     return _device("layer at work", layer, f"recompute and backward of {tokens:,} tokens")

@@ -6,13 +6,14 @@ compute lane (`begin` alone may run beside it, in another).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
-from pipeline.activations import Boundaries
+from pipeline.activations import Boundaries, MicroBatches
 from pipeline.attention import build_attention_context
 from pipeline.compute_settings import ComputeSettings
 from pipeline.device_slots import WeightSlots
@@ -27,6 +28,8 @@ from pipeline.step_state import StepsInFlight, StepState, check_ids
 from pipeline.streams import Streams
 from pipeline.template import LayerTemplate, tensor_views
 from tiers.layout import LayerLayout, ModelLayout
+
+logger = logging.getLogger(__name__)
 
 
 class Passes:
@@ -57,6 +60,8 @@ class Passes:
         self._rotary = self._family.build_rotary(streams.device)
         self._templates: dict[tuple[int, object], LayerTemplate] = {}
         self._head = Head(settings.head_chunk_tokens, compile=settings.compile)
+        self._first_kept = self._head_layout.index - settings.kept_layers
+        self._end_of_kept = self._head_layout.index
         self._final_norm = self._family.build_final_norm()
         ((norm_name, _),) = self._final_norm.named_parameters()
         norm_view = tensor_views(slots.buffer(HEAD_SLOT), self._head_layout)[0]
@@ -112,12 +117,10 @@ class Passes:
             else:
                 template = self._template(layer, slot)
                 inputs = (self._boundaries.read if state.training else self._boundaries.take)(step, layer)
-                pairs = zip(inputs, state.contexts, strict=True)
                 if state.training and self._keeps_graph(layer):
-                    kept = [template.forward_kept(x, context) for x, context in pairs]
-                    outputs = [y for y, _ in kept]
-                    state.graphs[layer] = [graph for _, graph in kept]
+                    outputs = self._forward_kept(state, layer, slot, inputs)
                 else:
+                    pairs = zip(inputs, state.contexts, strict=True)
                     outputs = [template.forward(x, context) for x, context in pairs]
                 if state.training:
                     self._boundaries.leave(step, layer)
@@ -196,8 +199,34 @@ class Passes:
         self._outgoing.fill(state.step, layout.index, accumulator)
 
     def _keeps_graph(self, layer: int) -> bool:
-        head = self._head_layout.index
-        return head - self._settings.kept_layers <= layer < head
+        return self._first_kept <= layer < self._head_layout.index and layer < self._end_of_kept
+
+    def _forward_kept(self, state: StepState, layer: int, slot: int, inputs: MicroBatches) -> MicroBatches:
+        """Pass every micro-batch through a layer that keeps its graphs, or through one that does not for want of room.
+
+        The plan leaves room for what it was told. Where the device has less all the same, this layer and those above
+        are recomputed from now on, and so is the one below: head and backward need room too.
+        """
+        template = self._template(layer, slot)
+        pairs = list(zip(inputs, state.contexts, strict=True))
+        try:
+            kept = [template.forward_kept(x, context) for x, context in pairs]
+        except torch.OutOfMemoryError:
+            kept = []
+        # Only here, where no traceback holds the failed attempt's tensors any more, is its memory free.
+        if not kept:
+            self._end_of_kept = layer - 1
+            state.graphs.pop(layer - 1, None)
+            logger.warning(
+                "device memory ended at layer %d: from now on %d decoder layers keep their activations instead of %d; "
+                "set memory.kept_layers to no more, or memory.gpu_gib lower",
+                layer,
+                max(0, self._end_of_kept - self._first_kept),
+                self._settings.kept_layers,
+            )
+            return [template.forward(x, context) for x, context in pairs]
+        state.graphs[layer] = [graph for _, graph in kept]
+        return [y for y, _ in kept]
 
     def _template(self, layer: int, slot: int) -> LayerTemplate:
         key = (slot, self._family.signature(layer))

@@ -76,8 +76,8 @@ class LayerTemplate:
             slot_buffer: Flat weights of the slot, [at least layout.numel] in the type to compute in. Owned by the
                 caller, who may fill it anew between calls and must keep it as long as the template.
             compile: Compile the layer; templates of equal signature share the compiled graphs.
-            factor_weights: Multiply weight gradients straight into their fp32 sums. Otherwise they are rounded to the
-                weights' type in between, as PyTorch does.
+            factor_weights: Where a layer is recomputed, multiply weight gradients straight into their fp32 sums.
+                Otherwise they are rounded to the weights' type in between, as PyTorch does.
             backend: Of `torch.compile`.
         """
         assert layout.index == layer_index
@@ -89,17 +89,16 @@ class LayerTemplate:
         bound = dict(zip(names, self._parameters, strict=True))
         self._module = _bind(family.build_decoder_layer(layer_index), bound)
 
-        def variant(left_out: str | None) -> _Variant:
-            module = _bind(family.build_decoder_layer(layer_index), bound)
-            if factor_weights:
-                return _Variant(module, {names.index(n): linear for n, linear in factor(module, left_out).items()})
-            if left_out is not None:
-                leave_out(module, left_out)
-            return _Variant(module, {})
-
-        self._kept = variant(None)
-        # Computes no more than a backward needs.
-        self._recomputed = variant(family.last_projection)
+        # Not factored: the compiler would keep every factor from forward to backward, half as much again.
+        self._kept = _Variant(self._module, {})
+        # The same parameters again, in a layer that computes no more than a backward needs.
+        recomputed, left_out = _bind(family.build_decoder_layer(layer_index), bound), family.last_projection
+        factored: dict[int, FactoredLinear] = {}
+        if factor_weights:
+            factored = {names.index(name): linear for name, linear in factor(recomputed, left_out).items()}
+        elif left_out is not None:
+            leave_out(recomputed, left_out)
+        self._recomputed = _Variant(recomputed, factored)
         self._run: RunLayer = _compiled(backend) if compile else _run_layer
 
     def accumulator_views(self, flat: Tensor) -> tuple[Tensor, ...]:
