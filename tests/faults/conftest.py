@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.kills import RECIPE, running
+from support.kills import RECIPE, rows, running
 
 
 @pytest.fixture(scope="session")
@@ -29,4 +29,6 @@ def undisturbed(recipe: Path) -> Path:
     run_dir = recipe.parent / "undisturbed"
     with running(recipe, run_dir) as run:
         assert run.finish() == 0, run.output()
+    operations = {str(row["name"]).split("[")[0] for row in rows(run_dir, "events.jsonl")}
+    assert {"load_state", "store_state", "snapshot"} <= operations, "lower ram_gib: the placement keeps all in RAM"
     return run_dir

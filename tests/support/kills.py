@@ -51,7 +51,7 @@ lr = 1e-3
 [precision]
 mode = "fp32"
 [memory]
-ram_gib = 0.003  # the state of the decoder layers does not fit: every kind of operation occurs
+ram_gib = 0.0022  # the state of the decoder layers does not fit: every kind of operation occurs
 optimizer_actors = 1
 [eval]
 every_steps = 8
