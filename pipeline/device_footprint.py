@@ -50,6 +50,7 @@ def device_terms(
     lent = sum(model.layers[index].numel for index in extras.device_updates)
     state = sum(types[buffer].bytes for buffer in state_buffers(model.precision))
     kept = extras.kept_layers
+    slots = decoder_slots + extras.extra_slots
     for layer in model.layers:
         if layer.index in holding:
             continue
@@ -59,7 +60,7 @@ def device_terms(
     # Those in RAM are on the device twice at a time: while one is read the next is on its way.
     held = len(decoders) + 1 - spilled_boundaries + min(2, spilled_boundaries)
     terms = [
-        _device("weight slots", decoder_slots * decoder * weight, f"{decoder_slots} of the largest decoder layer"),
+        _device("weight slots", slots * decoder * weight, f"{slots} of the largest decoder layer"),
         _device("vocabulary slot", vocabulary * weight, "embedding and head" if model.tied else "embedding or head"),
         _device("gradient accumulators", summed * 4, "fp32 sums over micro-batches"),
         _device("outgoing gradients", sum(outgoing) * gradient_bytes, "one fills while one leaves"),

@@ -6,6 +6,7 @@ Pure policy for `placement`; tests of the tier use `homes` to force any mixture.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tiers.layout import LayerHome, LayerKind, LayerLayout, ModelLayout
 
@@ -100,6 +101,21 @@ def homes(
             gradient_on_device=layer.index >= first_held,
         )
         for layer in model.layers
+    )
+
+
+def without_ram_gradients(
+    model: ModelLayout, homes: Sequence[LayerHome], layers: Sequence[int]
+) -> tuple[LayerHome, ...]:
+    """Homes in which the gradients of `layers`, which never leave the device, take no room of their own in RAM.
+
+    Every layer has a gradient slot; theirs is that of the largest of the other layers, which alone uses it.
+    """
+    others = [layer for layer in model.layers if layer.index not in layers]
+    slot = homes[max(others, key=lambda layer: layer.numel).index].gradient_slot
+    return tuple(
+        replace(home, gradient_slot=slot, gradient_on_device=True) if index in layers else home
+        for index, home in enumerate(homes)
     )
 
 

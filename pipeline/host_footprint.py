@@ -107,6 +107,7 @@ def _distinct(extents: Iterable[Extent], chosen: Iterable[bool] | None = None) -
 
 def _gradient_reason(tier: TierPlan) -> str:
     slots = len({home.gradient_slot for home in tier.homes})
-    if slots == len(tier.homes):
-        return "all held until the global norm is known, pinned"
+    own = sum(not home.gradient_on_device for home in tier.homes)
+    if slots == own:
+        return f"of {own} layers, held until the global norm is known, pinned"
     return f"{slots} slots, each free again after its update, pinned"

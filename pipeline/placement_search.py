@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pipeline.device_extras import NO_EXTRAS, Extras, choose_extras
 from pipeline.device_footprint import device_terms
 from pipeline.footprint import Place, Term, total
-from pipeline.homes import candidates
+from pipeline.homes import candidates, without_ram_gradients
 from pipeline.host_footprint import arena_terms, process_terms
 from pipeline.schedule import SchedulePlan
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
@@ -135,11 +135,12 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
             if drive is None or total(nvme) < drive.needed_bytes:
                 drive = Shortage(Place.NVME, total(nvme), nvme)
             continue
-        host = (*arena_terms(tier), *process_terms(arena_bytes, request.processes))
         held = sum(home.gradient_on_device for home in homes)
         extras = _extras(request, homes, spilled, held, budget.gpu_bytes)
+        tier = replace(tier, homes=without_ram_gradients(request.model, homes, extras.device_updates))
+        host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
         device = _device(request, spilled, held, extras)
-        return Placement(tier, _schedule(request, homes, extras), spilled, budget, (*host, *device, *nvme))
+        return Placement(tier, _schedule(request, tier.homes, extras), spilled, budget, (*host, *device, *nvme))
     if drive is not None:
         return drive
     assert least is not None
@@ -203,7 +204,7 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: E
         kinds=tuple(layer.kind for layer in request.model.layers),
         tied=request.model.tied,
         clip=request.clip,
-        decoder_slots=request.decoder_slots,
+        decoder_slots=request.decoder_slots + extras.extra_slots,
         weight_slots=tuple(home.weight_slot for home in homes),
         state_slots=tuple(home.state_slot for home in homes),
         gradient_slots=tuple(home.gradient_slot for home in homes),

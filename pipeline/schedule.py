@@ -345,15 +345,21 @@ class _StepBuilder:
         )
 
     def return_states(self) -> None:
-        """Decoder layers first: others wait for their slots, whereas the embedding's is free until the head comes."""
+        """Decoder layers first: others wait for their slots, whereas the embedding's is free until the head comes.
+
+        One after another, since the link would be shared or taken by whichever update ends first, the embedding's.
+        """
         lent = self.plan.device_updates
+        before: tuple[Key, ...] = ()
         for layer in sorted(lent, key=lambda layer: (layer == 0, layer)):
+            key = Key(Op.RETURN_STATE, layer)
             self.add(
-                Key(Op.RETURN_STATE, layer),
-                after=(Key(Op.UPDATE_ON_DEVICE, layer),),
+                key,
+                after=(Key(Op.UPDATE_ON_DEVICE, layer), *before),
                 after_last=(Key(Op.SNAPSHOT, layer),),
                 holds=(self._device(layer),),
             )
+            before = (key,)
 
     def add(
         self,

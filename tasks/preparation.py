@@ -68,7 +68,7 @@ def prepare(recipe: Recipe) -> Preparation:
             learning_rate=recipe.learning_rate(),
             max_grad_norm=optimizer.max_grad_norm or None,
             device="cuda" if machine.cuda else "cpu",
-            decoder_slots=memory.decoder_slots,
+            decoder_slots=placement.schedule.decoder_slots,
             kept_layers=placement.schedule.kept_layers,
             device_updates=placement.schedule.device_updates,
             optimizer=adamw,

@@ -264,7 +264,11 @@ def test_spare_device_memory_goes_to_updates_then_to_layers_that_are_not_recompu
     base = replace(request(model()), processes=GPU)
     least = place(replace(base, device_updates=False), ROOMY).used(Place.DEVICE)
     with_updates = place(base, ROOMY)
-    assert with_updates.schedule.device_updates == (0, 1, 2)
+    assert with_updates.schedule.device_updates == (0, 1, 2, 3, 4, 5)
+    assert with_updates.schedule.decoder_slots == 5
+    on_host = place(replace(base, device_updates=False), ROOMY)
+    never_leave = sum(base.model.layers[index].numel for index in range(6))
+    assert on_host.arena_bytes - with_updates.arena_bytes == 2 * never_leave
     greedy = replace(base, kept_layers=None)
     assert place(greedy, ROOMY).schedule.kept_layers == 8
     seen: list[tuple[int, int]] = []

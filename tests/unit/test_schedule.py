@@ -239,6 +239,7 @@ def test_layers_that_the_next_step_reads_first_are_updated_where_they_lie() -> N
         assert Key(Op.NORM) in operations[Key(Op.UPDATE_ON_DEVICE, layer)].after
     # The slot of layer 1 is free once its new weights have left; nothing of the next forward waits for the embedding.
     assert Key(Op.RETURN_STATE, 1) in operations[Key(Op.STAGE, 3)].after_last
+    assert Key(Op.RETURN_STATE, 2) in operations[Key(Op.RETURN_STATE, 0)].after
     assert not any(
         Key(Op.RETURN_STATE, 0) in operation.after_last
         for key, operation in operations.items()
