@@ -16,6 +16,7 @@ from pipeline.crew import Crew
 from pipeline.families.flops import model_flops_per_token
 from pipeline.lanes import busy_shares
 from pipeline.messages import Lane, LaneSpan, StepResult
+from pipeline.placement import Placement
 from pipeline.schedule import Op
 from pipeline.stalls import Stalls, stalls_of
 from tasks.bench.synthetic import random_batch
@@ -111,7 +112,7 @@ def measure_steps(preparation: Preparation, steps: int, say: Callable[[str], Non
         model_tflops=model_flops_per_token(preparation.spec, recipe.train.sequence_length) * tokens / step_s / 1e12,
         lanes={str(lane): share for lane, share in busy_shares(spans, start_s, end_s).items()},
         stalls=Stalls(*(value / steps for value in (stalls.load, stalls.stage, stalls.update, stalls.control))),
-        update_gparams_per_s=_update_rate(spans, model.num_parameters, len(submitted)),
+        update_gparams_per_s=_update_rate(spans, _updated_on_host(placement), len(submitted)),
         gpu_peak_bytes=max(result.gpu_peak_bytes for result in results),
         device_taken_bytes=device_taken_bytes,
         host_bytes=host_bytes,
@@ -159,6 +160,12 @@ def device_bytes_in_use() -> int:
 def _moved(spans: list[LaneSpan], lane: Lane, start_s: float, end_s: float) -> int:
     """Bytes of operations of a lane that ended within a window."""
     return sum(span.num_bytes for span in spans if span.lane is lane and start_s < span.end_s <= end_s)
+
+
+def _updated_on_host(placement: Placement) -> int:
+    """Parameters that the optimizer actors update."""
+    on_device = placement.schedule.device_updates
+    return sum(layer.num_parameters for layer in placement.tier.model.layers if layer.index not in on_device)
 
 
 def _update_rate(spans: list[LaneSpan], parameters: int, steps: int) -> float:
