@@ -7,7 +7,7 @@ drive works all the time; then their weights, which cross twice a step. Nothing 
 from __future__ import annotations
 
 from pipeline.footprint import GIB, Place, total
-from pipeline.host_footprint import PAGE_TABLE_MAPPINGS, RUNNING_BEFORE_ALLOCATION, process_terms
+from pipeline.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
 from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, solve
 from pipeline.remedies import TIER_NAMES, gib, refusal
 from pipeline.shapes import ProcessShape
@@ -42,11 +42,14 @@ def place(request: PlacementRequest, budget: MemoryBudget) -> Placement:
 
 def summary(placement: Placement) -> str:
     """Where a run's bytes live, in one line for its log."""
-    homes = placement.tier.homes
+    homes, schedule = placement.tier.homes, placement.schedule
+    held = sum(home.gradient_on_device for home in homes) - len(schedule.device_updates)
     counts = {
         "state of {} layers on NVMe": sum(home.state_slot is not None for home in homes),
         "weights of {} layers on NVMe": sum(home.weight_slot is not None for home in homes),
-        "gradients of {} layers held on the device": sum(home.gradient_on_device for home in homes),
+        "gradients of {} layers held on the device": held,
+        "{} layers updated on the device": len(schedule.device_updates),
+        "activations of {} layers kept, the others recomputed": schedule.kept_layers,
         "inputs of {} layers in pinned RAM": placement.spilled_boundaries,
     }
     used = ", ".join(f"{TIER_NAMES[where]} {gib(placement.used(where))}" for where in Place if placement.used(where))
@@ -70,16 +73,15 @@ def preflight(
 
     Args:
         placement: What the run is about to allocate.
-        host_available_bytes: min(MemAvailable, cgroup headroom): `tiers.host_memory.available_host_bytes()`, asked
-            in the driver with Ray running, so that what these two hold already is not counted again.
+        host_available_bytes: min(MemAvailable, cgroup headroom): `tiers.host_memory.available_host_bytes()`. What Ray
+            and the driver may hold already is asked for all the same: one may not have started yet.
         gpu_free_bytes: Free device memory; the budget's on a machine without a GPU.
         nvme_free_bytes: Free bytes of the NVMe directory's file system.
 
     Raises:
         PlacementError: A tier has less than the placement needs.
     """
-    running = total(term for term in placement.terms if term.name in RUNNING_BEFORE_ALLOCATION)
-    needed = {where: placement.used(where) for where in Place} | {Place.RAM: placement.used(Place.RAM) - running}
+    needed = {where: placement.used(where) for where in Place}
     free = {Place.RAM: host_available_bytes, Place.DEVICE: gpu_free_bytes, Place.NVME: nvme_free_bytes}
     short = [
         f"{TIER_NAMES[where]}: needs {gib(needed[where])}, free now {gib(free[where])} (free some, or lower "
