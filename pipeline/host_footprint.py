@@ -69,7 +69,7 @@ NOT_IN_HELD_BYTES = ("page tables", "Ray services", "compiler")
 """Terms beyond a step's `host_bytes`, which are the arena and the private memory of driver and actors."""
 
 RUNNING_BEFORE_ALLOCATION = ("Ray services", "driver")
-"""Terms whose memory is held already when a run checks what is free."""
+"""Terms whose memory is held already when the first actor starts: what a measurement from then on does not see."""
 
 # Proportional set sizes, so that shared libraries count once: Ray 2.60 with its dashboard, torch 2.13, measured on a
 # 2-core machine without a GPU after every import (Ray 630 MiB, driver 337, tier actors 136, an optimizer 104, Compute

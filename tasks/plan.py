@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -42,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RecipeError, HardwareError, PipelineError) as error:
         print(f"tasks.plan: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(plan.as_json(), indent=2) if options.json else tables(plan))
+    try:
+        print(json.dumps(plan.as_json(), indent=2) if options.json else tables(plan), flush=True)
+    except BrokenPipeError:
+        # Who reads it has seen enough (`| head`). What is left in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if plan.fits else 1
 
 

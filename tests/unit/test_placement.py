@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.footprint import GIB, Place, total
 from pipeline.homes import candidates, homes
-from pipeline.host_footprint import RUNNING_BEFORE_ALLOCATION, arena_terms
+from pipeline.host_footprint import arena_terms
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place, preflight, summary
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.layout import (
@@ -224,8 +224,7 @@ def test_too_small_a_drive_is_refused_with_the_bytes_it_needs() -> None:
 def test_preflight_refuses_what_the_machine_lost_since_the_plan() -> None:
     """FAULTS B74: the limit that counts is the one the caller measured, cgroup included."""
     placement = place(request(model()), ROOMY)
-    running = total(term for term in placement.terms if term.name in RUNNING_BEFORE_ALLOCATION)
-    enough = placement.used(Place.RAM) - running
+    enough = placement.used(Place.RAM)
     preflight(placement, host_available_bytes=enough, gpu_free_bytes=2**50)
     with pytest.raises(PlacementError, match=r"host memory: needs .* memory\.ram_gib"):
         preflight(placement, host_available_bytes=enough - 1, gpu_free_bytes=2**50)

@@ -113,6 +113,23 @@ def test_bound_by_the_drive_when_state_streams_and_lists_every_byte() -> None:
     assert 12 * padded * 14 <= with_weights.nvme_read_bytes <= 12 * padded * 16
 
 
+@pytest.mark.parametrize("state", [0, 12])
+def test_gradients_held_on_the_device_cross_the_link_once_and_gain_no_time(state: int) -> None:
+    in_ram = placed(clip=True, state=state)
+    forced = homes(
+        in_ram.tier.model, clip=True, state=range(1, state + 1), weights=[], staging_slots=3, device_gradients=14
+    )
+    schedule = replace(
+        in_ram.schedule,
+        gradient_slots=tuple(home.gradient_slot for home in forced),
+        device_gradients=tuple(home.gradient_on_device for home in forced),
+    )
+    on_device = predict(replace(in_ram, tier=replace(in_ram.tier, homes=forced), schedule=schedule))
+    assert busy(on_device, Lane.D2H) == pytest.approx(busy(predict(in_ram), Lane.D2H), rel=0.3)
+    assert on_device.step_s >= predict(in_ram).step_s * 0.999
+    assert on_device.step_s <= predict(in_ram).step_s * 1.2
+
+
 def test_clipping_never_makes_a_step_shorter() -> None:
     assert predict(placed(clip=True)).step_s >= predict(placed(clip=False)).step_s * 0.999
 
@@ -143,8 +160,6 @@ def test_updates_on_the_device_take_away_the_wait_at_the_start_of_a_step() -> No
 
 def test_layers_that_keep_their_graph_save_their_recompute_and_their_second_streaming() -> None:
     recomputed, kept = predict(placed(True)), predict(placed(True, kept_layers=6))
-    moved = {
-        prediction: {load.lane: load.busy_s for load in prediction.lanes} for prediction in (recomputed, kept)
-    }
+    moved = {prediction: {load.lane: load.busy_s for load in prediction.lanes} for prediction in (recomputed, kept)}
     assert moved[kept][Lane.H2D] < moved[recomputed][Lane.H2D]
     assert moved[kept][Lane.COMPUTE] < 0.93 * moved[recomputed][Lane.COMPUTE]
