@@ -264,6 +264,7 @@ class Passes:
                     yield [weights for weights in (one, two) if weights is not None]
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
-                f"{name} found no device memory ({str(error).splitlines()[0]}); lower train.micro_batch or "
-                "train.sequence_length, or give the activations room in RAM ([memory] ram_gib)"
+                f"{name} found no device memory ({str(error).splitlines()[0]}); lower memory.kept_layers "
+                f"(now {self._settings.kept_layers}), train.micro_batch or train.sequence_length, or memory.gpu_gib, "
+                "so that activations wait in RAM"
             ) from error
