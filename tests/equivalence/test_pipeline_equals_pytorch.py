@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from support.inline import Case, inline_run
 from support.reference import train_reference
 from support.tiny import FAMILIES, random_batch, tiny_config
