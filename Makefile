@@ -20,8 +20,9 @@ $(INSTALLED): pyproject.toml
 demo: $(INSTALLED)
 	$(BIN)/python -m tasks.demo $(if $(filter-out 0,$(KEEP)),--keep)
 
+# Two at a time: most of the suite waits for processes to start. A file stays together, for what its tests share.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Kills processes of real runs for ten minutes, and tries twenty times as many damaged inputs.
 soak: $(INSTALLED)
