@@ -2,9 +2,10 @@
 
 Every public method is one operation of the step graph (or asks for a fact), called with the step's number first and
 with the results it had to wait for as ignored trailing arguments. Methods enqueue and return while the device still
-works, save those that give the host something: `offload`, `loss`, `norm`, `evaluate_head`. They run in three lanes of
-threads, because Ray's order within a lane is no promise and the lanes must not wait for one another; what must come
-first is an edge of the graph on the host and a mark between streams on the device.
+works, save those that give the host something (`offload`, `return_state`, `loss`, `norm`, `evaluate_head`) and the
+`stage` of a layer whose RAM slot the next one needs. They run in three lanes of threads, because Ray's order within a
+lane is no promise and the lanes must not wait for one another; what must come first is an edge of the graph on the
+host and a mark between streams on the device.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Compute:
         self._gradients = [_tensor(self._arena, extent) for extent in arena_map.gradients]
         room = _tensor(self._arena, arena_map.activations).view(torch.uint8) if arena_map.activations else None
         self._slots = WeightSlots(model, settings.decoder_slots, weights, self._streams, settings.kept_layers)
-        homes = arena_map.plan.homes
+        homes = self._homes = arena_map.plan.homes
         held = {layer for layer, home in enumerate(homes) if home.gradient_on_device} | set(settings.device_updates)
         self._outgoing = OutgoingGradients(
             model, settings.outgoing_buffers, self._gradients[0].dtype, self._streams, held
@@ -85,8 +86,14 @@ class Compute:
 
     @ray.method(concurrency_group="transfer")
     def stage(self, step: int, layer: int, slot: int, *after: object) -> None:
-        """Copy a layer's weights from the arena into a device slot."""
-        self._slots.stage(layer, slot, self._spans)
+        """Copy a layer's weights from the arena into a device slot.
+
+        Weights that live on NVMe are read from a slot that the next `load_weights` overwrites as soon as this returns:
+        it then returns when the last byte has been read.
+        """
+        read = self._slots.stage(layer, slot, self._spans)
+        if read is not None and self._homes[layer].weight_slot is not None:
+            read.synchronize()
 
     @ray.method(concurrency_group="compute")
     def forward(self, step: int, layer: int, slot: int, *after: object) -> None:
@@ -192,7 +199,7 @@ class Compute:
         """Pinned weights and optimizer state of the layers that are updated on the device."""
         lendable: dict[int, dict[Buffer, torch.Tensor]] = {}
         for layer in self._settings.device_updates:
-            assert arena_map.plan.homes[layer].state_slot is None, f"the state of layer {layer} is not at home in RAM"
+            assert self._homes[layer].state_slot is None, f"the state of layer {layer} is not at home in RAM"
             for buffer in state_buffers(arena_map.plan.model.precision):
                 extent = arena_map.states[layer][buffer]
                 self._register(extent.offset_bytes, extent.num_bytes)

@@ -78,15 +78,18 @@ class WeightSlots:
         """The whole flat buffer of a slot, to bind views of it; its contents belong to `reading`."""
         return self._slots[slot].buffer
 
-    def stage(self, layer: int, slot: int, spans: SpanRecorder) -> None:
+    def stage(self, layer: int, slot: int, spans: SpanRecorder) -> Mark | None:
         """Enqueue the copy of a layer's weights into a slot, behind the slot's last reader.
 
         Nothing is copied where the layer was updated in this slot and lies there yet. The caller must have seen the
         last reader's operation return.
+
+        Returns:
+            The mark at which the arena has been read; None where nothing was copied.
         """
         target, source = self._slots[slot], self._weights[layer]
         if target.newest and target.layer == layer:
-            return
+            return None
         target.newest = False
         stream = self._streams.to_device
         with stream.enqueue():
@@ -95,6 +98,7 @@ class WeightSlots:
             with spans.span(f"stage[{layer}]", Lane.H2D, stream, source.nbytes):
                 target.buffer[: source.numel()].copy_(source, non_blocking=True)
             target.filled, target.layer = stream.mark(), layer
+        return target.filled
 
     @contextmanager
     def reading(self, layer: int, slot: int) -> Iterator[torch.Tensor]:

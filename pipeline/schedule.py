@@ -21,7 +21,8 @@ class Op(StrEnum):
     LOAD_WEIGHTS = "load_weights"
     """NVMe -> the layer's weight slot in RAM; absent where the weights live in RAM."""
     STAGE = "stage"
-    """RAM -> device slot, one DMA of the layer's flat weights."""
+    """RAM -> device slot, one DMA of the layer's flat weights. Of weights that live on NVMe it returns when they have
+    been read, since their RAM slot is then loaded anew."""
     FORWARD = "forward"
     """Every micro-batch through the layer; keeps the layer's inputs."""
     HEAD = "head"

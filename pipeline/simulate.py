@@ -109,7 +109,8 @@ class _Run:
     steps = WARM_UP_STEPS + MEASURED_STEPS
 
     def __init__(self, costs: CostModel) -> None:
-        self.operations = build_step(costs.placement.schedule)
+        self.schedule = costs.placement.schedule
+        self.operations = build_step(self.schedule)
         count = len(self.operations)
         index = {operation.key: place for place, operation in enumerate(self.operations)}
         self.nodes: list[_Node] = []
@@ -167,7 +168,11 @@ class _Run:
 
     def _release(self, order: int) -> None:
         node = self.nodes[order]
-        delay_s = CALL_S if node.key.op in _LATE else 0.0
+        # A stage from a RAM slot that is loaded anew returns when the slot has been read.
+        late = node.key.op in _LATE or (
+            node.key.op is Op.STAGE and self.schedule.weight_slot(node.key.layer) is not None
+        )
+        delay_s = CALL_S if late else 0.0
         for follower in self.followers[order]:
             waiting = self.nodes[follower]
             waiting.missing -= 1

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from pipeline.activations import Boundaries
+from pipeline.compute import Compute, ComputeSettings
 from pipeline.device_slots import WeightSlots
 from pipeline.families import load_model_spec, model_layout
 from pipeline.gradient_buffers import Accumulators, OutgoingGradients
 from pipeline.messages import Lane
 from pipeline.spans import SpanRecorder
 from pipeline.streams import open_streams
-from support.local_compute import local_compute
+from support.local_compute import LR, local_compute
 from support.tiny import random_batch, tiny_config
-from tiers.layout import ModelLayout, Precision
+from tiers.layout import ElementType, LayerHome, LayerKind, ModelLayout, Precision, TierPlan
+from tiers.parameter_tier import ParameterTier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -54,6 +56,32 @@ def test_a_slot_is_not_overwritten_while_its_reader_runs() -> None:
                 sums.append(flat.amax())
         streams.synchronize()
         assert [int(value) for value in sums] == [1, 1, 2, 2, 3, 3]
+
+
+def test_the_ram_slot_of_weights_on_nvme_may_be_loaded_anew_once_they_are_staged() -> None:
+    spec = load_model_spec(tiny_config("llama"), Precision.FP32)
+    layout = model_layout(spec)
+    homes = tuple(
+        LayerHome(*((0, 0) if layer.kind is LayerKind.DECODER else (None, None)), layer.index)
+        for layer in layout.layers
+    )
+    tier = ParameterTier(TierPlan(layout, homes, ElementType.FLOAT32))
+    arena, arena_map = tier.handle().attach()
+    compute = Compute(spec, tier.handle(), ComputeSettings(LR, 1.0, device="cuda"))
+    memory, target = arena.view(arena_map.weights[1]), compute._slots.buffer(0)
+    memory[:] = 1
+    compute.stage(1, 1, 0)
+    for value in range(2, 12):
+        memory[:] = value
+        with compute._streams.compute.enqueue(), compute._slots.reading(1, 0):
+            torch.cuda._sleep(SPIN_CYCLES)
+        compute.stage(1, 1, 0)
+        memory[:] = 0  # what the next `load_weights` does
+        compute._streams.synchronize()
+        assert target[: memory.size].min() == target[: memory.size].max() == value
+    compute.close()
+    arena.close()
+    tier.close()
 
 
 def test_a_gradient_lands_whole_and_is_not_overwritten_on_its_way() -> None:
