@@ -1,23 +1,17 @@
-"""The actor that owns host memory: the arena and the table of what is in it.
-
-One a run. It holds the bytes and answers questions; the others attach and do the work.
-"""
+"""The actor that owns host memory. One a run; the others attach to its arena and do the work."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import ray
 from ray.actor import ActorClass
 
 from tiers.arena import Arena, ArenaHandle
 from tiers.host_memory import GIB
 from tiers.layout import ArenaMap, TierPlan
-from tiers.residency import LayerResidency, Move, Part, ResidencyTable
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +32,8 @@ class TierHandle:
         return Arena.attach(self.arena), ArenaMap.of(self.plan)
 
 
-@dataclass(frozen=True, slots=True)
-class ResidencyMove:
-    """One recorded move of a part of a layer."""
-
-    layer: int
-    part: Part
-    move: Move
-
-
 class ParameterTier:
-    """Owner of the arena and the residency table, from construction to `close` or the end of its process."""
+    """Owner of the arena, from construction to `close` or the end of its process."""
 
     def __init__(self, plan: TierPlan, *, limit_bytes: int | None = None, threads: int | None = None) -> None:
         """Allocate and populate the arena.
@@ -66,34 +51,12 @@ class ParameterTier:
         start_s = time.monotonic()
         self._arena = Arena.create(num_bytes, limit_bytes=limit_bytes, threads=threads, progress=_log_progress)
         self._handle = TierHandle(self._arena.handle(), plan)
-        self._residency = ResidencyTable(plan.homes)
         logger.info("arena of %.2f GiB populated in %.1f s", num_bytes / GIB, time.monotonic() - start_s)
 
     @ray.method
     def handle(self) -> TierHandle:
         """Return what other actors attach with; valid while this actor lives."""
         return self._handle
-
-    @ray.method
-    def host_bytes(self) -> int:
-        """Return the bytes of RAM held: the arena, counted once, and this process's own memory."""
-        memory = psutil.Process().memory_info()
-        return self._arena.num_bytes + int(memory.rss - memory.shared)
-
-    @ray.method
-    def record_moves(self, moves: Sequence[ResidencyMove]) -> None:
-        """Record moves in order.
-
-        Raises:
-            TierError: A move is illegal; those before it are recorded.
-        """
-        for move in moves:
-            self._residency.move(move.layer, move.part, move.move)
-
-    @ray.method
-    def residency(self) -> tuple[LayerResidency, ...]:
-        """Return where every layer's weights and state are, in layer order."""
-        return self._residency.snapshot()
 
     @ray.method
     def close(self) -> None:

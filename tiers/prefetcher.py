@@ -1,7 +1,8 @@
 """The actor that moves layers between disk and the arena: NVMe working files, checkpoints, first values.
 
 Each call is one operation of a step's graph on one layer; results of earlier operations arrive as ignored trailing
-arguments, so that Ray orders them. The caller sees to it that nobody else touches a slot meanwhile.
+arguments, so that Ray orders them. The caller sees to it that nobody else touches a slot meanwhile; a call that would
+lose an update or read what is out of date all the same is refused by the residency table.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tiers.layout import Buffer, LayerLayout, stored_buffers
 from tiers.manifest import MANIFEST_NAME, Manifest, read_manifest
 from tiers.parameter_tier import TierHandle
 from tiers.preflight import preflight, read_mode
+from tiers.residency import Part
+from tiers.residency_guard import ResidencyGuard
 from tiers.safetensors_source import SafetensorsSource
 from tiers.scratch import Scratch, nvme_buffers, scratch_bytes
 from tiers.shard_store import ShardStore, StorageArray
@@ -35,7 +38,10 @@ from tiers.store_metadata import Compression
 MAX_SPANS = 100_000
 """Some steps of a model of hundreds of layers; older ones go when nobody takes them."""
 CONCURRENT_CALLS = 6
-"""Loads, stores and snapshots of different layers at once; the I/O threads are shared."""
+"""Loads and stores of different layers at once; the I/O threads are shared."""
+CONCURRENT_SNAPSHOTS = 4
+"""Beside them, in threads of their own: the next step's loads, and the driver's questions, do not queue behind a
+checkpoint. Compression works in these threads."""
 
 
 class IoSpan(NamedTuple):
@@ -79,6 +85,7 @@ class Prefetcher:
         self._manifests: dict[Path, Manifest] = {}
         self._modes: dict[int, DirectMode] = {}
         self._lookup = threading.Lock()
+        self._residency = ResidencyGuard(tier.plan.homes)
         slots = {home.state_slot for home in tier.plan.homes if home.state_slot is not None}
         self._slot_locks = {slot: threading.Lock() for slot in slots}
         self._scratch: Scratch | None = None
@@ -150,14 +157,14 @@ class Prefetcher:
 
     @ray.method
     def load_weights(self, layer: int, *after: object) -> None:
-        """Fill the layer's streaming slot from NVMe.
+        """Fill the layer's streaming slot from NVMe; what the slot held makes room, for it is only read.
 
         Raises:
             ShardError: What is on disk is not what was stored.
+            TierError: The shard is out of date, or the slot is being filled with another layer.
         """
-        assert self._plan.homes[layer].weight_slot is not None
         arrays = {Buffer.WEIGHT: self._arena.view(self._map.weights[layer])}
-        with self._span(f"load_weights[{layer}]", "nvme_read", arrays):
+        with self._residency.loading(layer, Part.WEIGHTS), self._span(f"load_weights[{layer}]", "nvme_read", arrays):
             self._working.read(self._layout(layer), arrays, self._records)
 
     @ray.method
@@ -166,21 +173,32 @@ class Prefetcher:
 
         Raises:
             ShardError: What is on disk is not what was stored.
+            TierError: The slot holds a layer that has been neither stored nor released.
         """
         arrays = self._state(layer, nvme_buffers(self._plan, layer))
-        with self._span(f"load_state[{layer}]", "nvme_read", arrays):
+        with self._residency.loading(layer, Part.STATE), self._span(f"load_state[{layer}]", "nvme_read", arrays):
             self._working.read(self._layout(layer), arrays, self._records)
 
     @ray.method
-    def store_state(self, layer: int, *after: object) -> None:
-        """Write the layer's state slot to NVMe, its weights too where they live there.
+    def release_state(self, layer: int, *after: object) -> None:
+        """Give up the slot of a state that was loaded only to be read.
 
         Raises:
-            ShardError: The disk fails; the layer's files are then torn, and a later load says so.
+            TierError: The slot does not hold it.
+        """
+        self._residency.release_state(layer)
+
+    @ray.method
+    def store_state(self, layer: int, *after: object) -> None:
+        """Write the layer's state slot to NVMe, its weights too where they live there; the slot is free then.
+
+        Raises:
+            ShardError: The disk fails; the layer's files are then torn, and the slot is not free for another layer.
+            TierError: The slot holds another layer.
         """
         self._store(layer)
 
-    @ray.method
+    @ray.method(concurrency_group="snapshot")
     def snapshot(self, layer: int, directory: Path, *after: object) -> tuple[FileRecord, ...]:
         """Write all of a layer's buffers durably into a checkpoint being written.
 
@@ -212,7 +230,7 @@ class Prefetcher:
                     records += target.copy_from(self._working, layout, on_nvme, self._records)
         return records
 
-    @ray.method
+    @ray.method(concurrency_group="question")
     def take_spans(self) -> tuple[IoSpan, ...]:
         """Return the operations that ended since the last call, at most MAX_SPANS, and forget them."""
         spans = []
@@ -233,10 +251,10 @@ class Prefetcher:
 
     def _store(self, layer: int) -> None:
         arrays = self._state(layer, nvme_buffers(self._plan, layer))
-        with self._span(f"store_state[{layer}]", "nvme_write", arrays):
+        with self._residency.storing(layer), self._span(f"store_state[{layer}]", "nvme_write", arrays):
             # Not synced: scratch does not outlive its run, and O_DIRECT leaves nothing in the page cache.
             records = self._working.write(self._layout(layer), arrays, sync=False)
-        self._records.update({record.path: record for record in records})
+            self._records.update({record.path: record for record in records})
 
     def _layout(self, layer: int) -> LayerLayout:
         return self._plan.model.layers[layer]
@@ -284,7 +302,7 @@ def _compressed(records: dict[str, FileRecord], layer: LayerLayout) -> bool:
     return record is not None and bool(record.stored_bytes)
 
 
-# Ray's types do not know the argument.
+# Groups must be named here, not in `.options()`; Ray's types do not know the argument.
 PrefetcherActor: ActorClass[Prefetcher] = ray.remote(  # type: ignore[call-overload]
-    max_concurrency=CONCURRENT_CALLS
+    max_concurrency=CONCURRENT_CALLS, concurrency_groups={"snapshot": CONCURRENT_SNAPSHOTS, "question": 1}
 )(Prefetcher)

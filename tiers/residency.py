@@ -1,13 +1,12 @@
 """Which layer's bytes are where, as a pure state machine: no I/O, no waiting, no clock.
 
-Whoever moves the bytes records each move here before and after it; a move that would lose an update, read a stale
-shard or put two layers into one slot raises instead. When to move is the step graph's business.
+Whoever moves the bytes records each move here before and after it (`residency_guard`); a move that would lose an
+update, read a stale shard or put two layers into one slot raises instead. When to move is the step graph's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from tiers.errors import TierError
@@ -70,15 +69,6 @@ TRANSITIONS: dict[tuple[Residency, Move], Residency] = {
 CHANGES_CONTENT = frozenset({Move.FILL, Move.UPDATE})
 
 
-@dataclass(frozen=True, slots=True)
-class LayerResidency:
-    """One layer of a snapshot."""
-
-    layer: int
-    weights: Residency
-    state: Residency
-
-
 class ResidencyTable:
     """Residency of every layer's weights and state, and who holds which slot.
 
@@ -90,7 +80,6 @@ class ResidencyTable:
         self._slots: dict[tuple[int, Part], int] = {}
         self._states: dict[tuple[int, Part], Residency] = {}
         self._holders: dict[tuple[Part, int], int] = {}
-        self._num_layers = len(homes)
         for layer, home in enumerate(homes):
             for part, slot in ((Part.WEIGHTS, home.weight_slot), (Part.STATE, home.state_slot)):
                 self._states[layer, part] = Residency.RESIDENT if slot is None else Residency.ON_DISK
@@ -105,9 +94,11 @@ class ResidencyTable:
         """Return the layer whose bytes the slot holds, None where it is free."""
         return self._holders.get((part, slot))
 
-    def can_move(self, layer: int, part: Part, move: Move) -> bool:
-        """Return whether `move` would be legal now."""
-        return self._refusal(layer, part, move) is None
+    def make_room(self, layer: int) -> None:
+        """Drop what the layer's streaming slot holds, maybe of another layer, unless it is still on its way."""
+        holder = self.holder(Part.WEIGHTS, self._slots[layer, Part.WEIGHTS])
+        if holder is not None and self._states[holder, Part.WEIGHTS] is Residency.RESIDENT:
+            self.move(holder, Part.WEIGHTS, Move.EVICT)
 
     def move(self, layer: int, part: Part, move: Move) -> Residency:
         """Record a move and return where the part is now.
@@ -127,13 +118,6 @@ class ResidencyTable:
         if part is Part.STATE and move in CHANGES_CONTENT and (layer, Part.WEIGHTS) in self._slots:
             self._set(layer, Part.WEIGHTS, Residency.ON_DISK)
         return new
-
-    def snapshot(self) -> tuple[LayerResidency, ...]:
-        """Return every layer's residency, in layer order."""
-        return tuple(
-            LayerResidency(layer, self._states[layer, Part.WEIGHTS], self._states[layer, Part.STATE])
-            for layer in range(self._num_layers)
-        )
 
     def _refusal(self, layer: int, part: Part, move: Move) -> str | None:
         if (layer, part) not in self._slots:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def measure_tier(
                 lambda: raw(True, state_bytes),
             ),
             "load_state": (
-                lambda: _calls(calls, prefetcher.load_state, layers, state_bytes),
+                lambda: _calls(calls, partial(_read_state, prefetcher), layers, state_bytes),
                 lambda: raw(False, state_bytes),
             ),
             "load_weights": (
@@ -196,6 +197,11 @@ def _calls(pool: ThreadPoolExecutor, call: Callable[[int], None], layers: range,
     return _timed(lambda: list(pool.map(run, range(STAGING_SLOTS))), num_bytes)
 
 
+def _read_state(prefetcher: Any, layer: int) -> None:
+    prefetcher.load_state(layer)
+    prefetcher.release_state(layer)
+
+
 def _timed(work: Callable[[], object], num_bytes: int) -> Transfer:
     start_s, cpu_start_s = time.monotonic(), time.process_time()
     work()
@@ -247,6 +253,7 @@ def _check_with_zarr(scratch: Path, prefetcher: Any, arena: Arena, arena_map: Ar
             same = np.array_equal(np.asarray(stored[:]).view(np.uint8), wanted.view(np.uint8))
             assert same, f"zarr reads other values from {layer.name}/{buffer} than load_state"
             equal += 1
+        prefetcher.release_state(layer.index)
     return equal
 
 

@@ -143,6 +143,40 @@ def test_layers_that_share_a_slot_come_back_as_they_were_stored(start: Start, pl
         if running.plan.homes[layer].weight_slot is not None:
             running.prefetcher.load_weights(layer)
             assert running.arena.view(running.map.weights[layer]).tobytes() == expected[layer][Buffer.WEIGHT]
+        running.prefetcher.release_state(layer)
+
+
+def test_calls_out_of_order_are_refused_before_they_lose_an_update(start: Start) -> None:
+    prefetcher = initialise(start("all on nvme")).prefetcher
+    prefetcher.load_state(1)
+    for attempt in (prefetcher.load_state, prefetcher.store_state, lambda layer: prefetcher.initialise(layer, 3)):
+        with pytest.raises(TierError, match=r"the state of layer 2, .* slot 0 still holds layer 1, which is resident"):
+            attempt(2)
+    with pytest.raises(TierError, match="cannot begin_load the state of layer 1, which is resident"):
+        prefetcher.load_state(1)
+    prefetcher.store_state(1)
+    with pytest.raises(TierError, match="cannot evict the state of layer 1, which is on_disk"):
+        prefetcher.release_state(1)
+    for layer in (1, 2, 2):
+        prefetcher.load_weights(layer)
+    prefetcher.load_state(2)
+    prefetcher.store_state(2)
+
+
+def test_a_failed_store_keeps_its_slot_and_stale_weights_are_not_loaded(tmp_path: Path, start: Start) -> None:
+    prefetcher = initialise(start("all on nvme")).prefetcher
+    path = tmp_path / SCRATCH_NAME / shard_path(MODEL.layers[1], Buffer.EXP_AVG)
+    prefetcher.load_state(1)
+    aside = path.rename(path.with_name("aside"))
+    with pytest.raises(ShardError, match="the file is missing"):
+        prefetcher.store_state(1)
+    with pytest.raises(TierError, match="slot 0 still holds layer 1, which is dirty"):
+        prefetcher.load_state(2)
+    with pytest.raises(TierError, match="its shard is out of date, for its state is dirty"):
+        prefetcher.load_weights(1)
+    aside.rename(path)
+    prefetcher.store_state(1)
+    prefetcher.load_weights(1)
 
 
 def test_files_of_state_beside_weights_in_ram_do_not_hold_the_weights(tmp_path: Path, start: Start) -> None:

@@ -175,6 +175,8 @@ class InlineRun:
             for tensor in layer.tensors:
                 values = np.array(flat[tensor.offset : tensor.offset + tensor.numel])
                 found[tensor.name] = torch.from_numpy(values).view(tensor.shape)
+            if self.map.plan.homes[layer.index].state_slot is not None:
+                self.prefetcher.release_state(layer.index)
         return found
 
     def close(self) -> None:
