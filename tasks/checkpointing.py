@@ -57,10 +57,18 @@ class _Pending:
 class Checkpoints:
     """The checkpoints of a run. One at a time is written; it is published once every layer of it is."""
 
-    def __init__(self, recipe: Recipe, model: ModelLayout, newest_step: int) -> None:
-        """Args: the recipe, the layout, and the step of the checkpoint that the run started from (0 for none)."""
+    def __init__(self, recipe: Recipe, model: ModelLayout, data_fingerprint: str, newest_step: int) -> None:
+        """Write for a run that starts.
+
+        Args:
+            recipe: Of the run.
+            model: Its layout.
+            data_fingerprint: Of the training data.
+            newest_step: Of the checkpoint that the run started from; -1 for none.
+        """
         self._recipe = recipe
         self._model = model
+        self._data_fingerprint = data_fingerprint
         self._newest_step = newest_step
         self._pending: _Pending | None = None
 
@@ -129,6 +137,7 @@ class Checkpoints:
             applied_steps=progress.applied_steps,
             skipped_steps=progress.skipped_steps,
             data_position=SavedPosition(epoch=progress.position.epoch, sequence=progress.position.sequence),
+            data_fingerprint=self._data_fingerprint,
             seed=self._recipe.run.seed,
             recipe=recipe_toml(self._recipe),
             libraries={name: importlib.metadata.version(name) for name in LIBRARIES},

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from pipeline.errors import ActorLostError
 from tasks.attempt import Launch, attempt
-from tasks.checkpointing import Progress
 from tasks.resume import ResumePoint
 from tasks.stop_signals import StopSignals
 from tasks.training import Ending
 from tiers.checkpoint import newest_complete, set_aside_after
-from tiers.manifest import read_manifest
 
 
 def run_with_recoveries(launch: Launch, signals: StopSignals, say: Callable[[str], None]) -> Ending:
@@ -48,4 +46,4 @@ def _newest(run_dir: Path, say: Callable[[str], None]) -> ResumePoint | None:
     directory, skipped = newest_complete(run_dir)
     for passed in skipped:
         say(f"passed over {passed.path.name}: {passed.reason}")
-    return ResumePoint(directory, Progress.of(read_manifest(directory).facts)) if directory is not None else None
+    return ResumePoint.of(directory) if directory is not None else None

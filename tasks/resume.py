@@ -8,9 +8,13 @@ from pathlib import Path
 
 from pipeline.recipe import Recipe, differences, parse_recipe
 from tasks.checkpointing import Progress
+from tasks.data.dataset import PackedDataset
 from tiers.checkpoint import newest_complete
 from tiers.errors import CheckpointError
 from tiers.manifest import read_manifest, verify
+
+SHAPES_DATA = ("train.sequence_length", "run.seed")
+"""Keys outside `[data]` that decide which tokens are at a position."""
 
 
 class ResumeError(ValueError):
@@ -23,6 +27,18 @@ class ResumePoint:
 
     directory: Path
     progress: Progress
+    data_fingerprint: str
+    """Of the data that it was trained on; empty where that is not known."""
+
+    @classmethod
+    def of(cls, directory: Path) -> ResumePoint:
+        """Read a complete checkpoint.
+
+        Raises:
+            CheckpointError: Its manifest cannot be read.
+        """
+        facts = read_manifest(directory).facts
+        return cls(directory, Progress.of(facts), facts.data_fingerprint)
 
 
 def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint | None:
@@ -49,9 +65,30 @@ def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint
             )
     if directory is None:
         return None
-    facts = read_manifest(directory).facts
-    _check_unchanged(recipe, parse_recipe(facts.recipe, str(directory)), directory)
-    return ResumePoint(directory, Progress.of(facts))
+    _check_unchanged(recipe, parse_recipe(read_manifest(directory).facts.recipe, str(directory)), directory)
+    return ResumePoint.of(directory)
+
+
+def check_data(recipe: Recipe, resume: ResumePoint, data: PackedDataset) -> None:
+    """Refuse to go on in other data than the checkpoint's position counts in, unless the recipe accepts a change of it.
+
+    Raises:
+        ResumeError: The documents have changed, or are fewer than the position says.
+    """
+    paths = ", ".join(map(str, recipe.data.path))
+    accepted = any(key.startswith("data.") or key in SHAPES_DATA for key in recipe.run.accept_changes)
+    if resume.data_fingerprint not in ("", data.fingerprint) and not accepted:
+        raise ResumeError(
+            f"{resume.directory} was trained on other documents than {paths} holds now: its place in them would mean "
+            "something else. Put the data back, start in another run.dir, or accept it: "
+            'run.accept_changes = ["data.path"]'
+        )
+    sequence = resume.progress.position.sequence
+    if sequence >= data.num_sequences:
+        raise ResumeError(
+            f"{resume.directory} goes on at sequence {sequence} of an epoch, and {paths} now makes "
+            f"{data.num_sequences} sequences; give the data that it was trained on, or start in another run.dir"
+        )
 
 
 def _check_unchanged(recipe: Recipe, before: Recipe, directory: Path) -> None:

@@ -32,7 +32,7 @@ from tasks.attempt import Launch
 from tasks.failure import explain
 from tasks.preparation import open_data, prepare
 from tasks.recovery import run_with_recoveries
-from tasks.resume import find_resume_point
+from tasks.resume import check_data, find_resume_point
 from tasks.run_directory import RunDirectory
 from tasks.stop_signals import StopSignals
 from tasks.training import Ending
@@ -61,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return REFUSED
         if options.dry_run:
             return TRAINED
-        launch.directory.keep(recipe_toml(launch.preparation.recipe))
         return _train(launch, options.address)
 
 
@@ -73,6 +72,8 @@ def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
     resume = find_resume_point(recipe, say)
     directory = held.enter_context(RunDirectory(recipe.run.dir))
     data = open_data(recipe, preparation.spec, say)
+    if resume is not None:
+        check_data(recipe, resume, data.training)
     launch = Launch(preparation, data, resume, directory)
     _announce(launch)
     return launch
@@ -101,6 +102,7 @@ def _train(launch: Launch, address: str | None) -> int:
     """Run a vetted recipe to its end, and say how it ended."""
     say = partial(print, flush=True)
     try:
+        launch.directory.keep(recipe_toml(launch.preparation.recipe))
         with connect(address, num_gpus=1 if launch.preparation.cuda else 0) as connection:
             if connection.dashboard_url:
                 say(f"dashboard: {connection.dashboard_url}")

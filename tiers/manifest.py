@@ -46,6 +46,8 @@ class Facts(BaseModel):
     """t of Adam's bias correction."""
     skipped_steps: Count
     data_position: SavedPosition
+    data_fingerprint: str = ""
+    """Of the data that the position counts in; empty where there is none."""
     seed: Count
     recipe: str
     """The resolved recipe, TOML."""

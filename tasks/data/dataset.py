@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.messages import IGNORED, TokenArray
 from tasks.data.documents import Documents, held_out_split, shorten
 from tasks.data.epoch_order import permuted
-from tasks.data.fingerprint import combine
+from tasks.data.fingerprint import combine, content
 from tasks.data.packing import PackingPlan, cut_documents, pack
 from tasks.data.report import DataReport
 from tasks.data.rows import Int64Array
@@ -48,7 +48,7 @@ class PackedDataset:
     seed: int
     shuffle: bool
     fingerprint: str
-    """Equal fingerprints give equal batches at equal positions. A checkpoint should record it."""
+    """Equal fingerprints give equal batches at equal positions: a checkpoint records it beside the position."""
     held_out: PackedDataset | None = None
     """The documents held out by `eval_fraction`, packed alike, never shuffled."""
 
@@ -126,9 +126,9 @@ def open_dataset(
     """
     if sequence_length < 2:
         raise DataError(f"sequence_length is {sequence_length}; a target needs at least 2 tokens")
-    cache, name = tokenise(settings, vocab_size=vocab_size, cache_dir=cache_dir, report=progress)
+    cache = tokenise(settings, vocab_size=vocab_size, cache_dir=cache_dir, report=progress)
     training, held_out = held_out_split(Documents.of(cache), settings.eval_fraction, seed)
-    packing = (name, sequence_length, seed, settings.shuffle, settings.long_documents, settings.eval_fraction)
+    packing = (content(cache), sequence_length, seed, settings.shuffle, settings.long_documents, settings.eval_fraction)
     eval_dataset = None
     if held_out is not None:
         eval_dataset = _pack(settings, cache, held_out, sequence_length, seed, False, combine("held out", *packing))

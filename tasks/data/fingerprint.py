@@ -1,4 +1,4 @@
-"""Names a cache by what went into it: the settings that shape tokens, and the contents of the files."""
+"""Names a cache by what went into it, settings and files, and a data set by the documents that came out of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tasks.data.settings import BYTES_TOKENIZER, DataSettings
 from tasks.data.sources import SourceFile
-from tasks.data.token_cache import FORMAT_VERSION
+from tasks.data.token_cache import FORMAT_VERSION, TokenCache
 
 HASHED_WHOLE_BYTES = 1 << 20
 """Up to this size a file's whole content counts; of larger ones the ends, the size and the time of change."""
@@ -50,6 +50,17 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
         digest.update(stream.read(HASHED_WHOLE_BYTES // 2))
         stream.seek(-HASHED_WHOLE_BYTES // 2, 2)
         digest.update(stream.read())
+
+
+def content(cache: TokenCache) -> str:
+    """Hash the documents, in order, by their checksums: the same wherever the files lie and whenever they were written.
+
+    Of labels only the number of supervised tokens counts.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    for column in ("length", "supervised", "checksum"):
+        digest.update(cache.documents[column].tobytes())
+    return digest.hexdigest()
 
 
 def combine(*parts: object) -> str:

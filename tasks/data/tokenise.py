@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 def tokenise(
     settings: DataSettings, *, vocab_size: int, cache_dir: Path, report: Callable[[str], None] | None = None
-) -> tuple[TokenCache, str]:
-    """Give the tokens of all documents and the fingerprint of what they were made from.
+) -> TokenCache:
+    """Give the tokens of all documents.
 
     Args:
         settings: the user's.
@@ -42,15 +42,14 @@ def tokenise(
     """
     files = find_files(settings)
     dtype = storage_dtype(vocab_size)
-    name = fingerprint(settings, files, dtype.str)
-    directory = cache_dir / name
+    directory = cache_dir / fingerprint(settings, files, dtype.str)
     cache = open_cache(directory)
     if cache is None:
         cache = _Tokenisation(settings, files, vocab_size, report).write(directory, dtype)
     else:
         logger.info("reusing %s tokens of %s", f"{cache.header.num_tokens:,}", directory)
     _check_vocabulary(cache, vocab_size)
-    return cache, name
+    return cache
 
 
 class _Tokenisation:

@@ -217,7 +217,7 @@ def test_parquet_files_are_read_or_refused(content: bytes) -> None:
         path = Path(folder) / "rows.parquet"
         path.write_bytes(content)
         try:
-            cache, _ = tokenise(DataSettings(paths=(path,)), vocab_size=300, cache_dir=Path(folder) / "cache")
+            cache = tokenise(DataSettings(paths=(path,)), vocab_size=300, cache_dir=Path(folder) / "cache")
         except DataError as error:
             assert "rows.parquet" in str(error)
         else:

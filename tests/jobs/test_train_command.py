@@ -166,6 +166,14 @@ def test_interrupted_and_resumed_in_another_placement_equals_uninterrupted(
     assert command(*changed, accepted, options=("--dry-run",)) == train.TRAINED
     assert f"(step {facts.step})" in capsys.readouterr().out
 
+    page = place / "text" / "3.txt"
+    text = page.read_text()
+    page.write_text(text[::-1])
+    assert command(f"run.dir={run_dir}") == train.REFUSED
+    assert "other documents" in (refusal := capsys.readouterr().err) and '["data.path"]' in refusal
+    assert command(f"run.dir={run_dir}", 'run.accept_changes=["data.path"]', options=("--dry-run",)) == train.TRAINED
+    page.write_text(text)
+
     small = ("memory.ram_gib=0.0018", f"memory.nvme_dir={nvme}", "memory.optimizer_actors=1")
     with running(place / "recipe.toml", run_dir, *small) as run:
         assert run.finish() == train.TRAINED, run.output()

@@ -175,11 +175,11 @@ def test_cached_ids_are_checked_against_a_smaller_model(tmp_path: Path) -> None:
 
 def test_storage_holds_the_largest_id(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.parquet", [[1, 70_000, 65_535]])
-    cache, _ = tokenise(DataSettings(paths=(path,)), vocab_size=100_000, cache_dir=tmp_path)
+    cache = tokenise(DataSettings(paths=(path,)), vocab_size=100_000, cache_dir=tmp_path)
     assert cache.tokens.dtype.itemsize == 4
     assert cache.tokens.tolist() == [1, 70_000, 65_535]
     path = write_rows(tmp_path / "b.parquet", [[1, 65_535]])
-    cache, _ = tokenise(DataSettings(paths=(path,)), vocab_size=65_536, cache_dir=tmp_path)
+    cache = tokenise(DataSettings(paths=(path,)), vocab_size=65_536, cache_dir=tmp_path)
     assert cache.tokens.dtype.itemsize == 2
     assert cache.tokens.tolist() == [1, 65_535]
 

@@ -21,7 +21,7 @@ ROWS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 
 def read(tmp_path: Path, *paths: Path | str, vocab_size: int = 300, **settings: object) -> TokenCache:
     chosen = DataSettings(paths=tuple(Path(path) for path in paths), **settings)  # type: ignore[arg-type]
-    return tokenise(chosen, vocab_size=vocab_size, cache_dir=tmp_path / "cache")[0]
+    return tokenise(chosen, vocab_size=vocab_size, cache_dir=tmp_path / "cache")
 
 
 def documents(cache: TokenCache) -> list[list[int]]:

@@ -43,7 +43,7 @@ def test_document_is_begin_text_end(directory: Path, tmp_path: Path) -> None:
     own = DirectoryTokenizer(directory, append_eos=True)
     (ids,) = own.encode([CORPUS[1].encode()])
     assert (own.begin, own.end) == ((0,), (1,))
-    cache, _ = tokenise(settings_for(path, directory), vocab_size=300, cache_dir=tmp_path / "cache")
+    cache = tokenise(settings_for(path, directory), vocab_size=300, cache_dir=tmp_path / "cache")
     assert cache.tokens.tolist() == [0, *ids.tolist(), 1]
     assert own.encode([b"", b"a"])[0].tolist() == []
 
@@ -55,7 +55,7 @@ def test_pieces_of_a_large_text_give_the_ids_of_the_whole(
     (tmp_path / "a.txt").write_text(text)
     (ids,) = DirectoryTokenizer(directory, append_eos=False).encode([text.encode()])
     monkeypatch.setattr("tasks.data.text_rows.TEXT_PIECE_BYTES", 48)
-    cache, _ = tokenise(settings_for(tmp_path / "a.txt", directory), vocab_size=300, cache_dir=tmp_path / "cache")
+    cache = tokenise(settings_for(tmp_path / "a.txt", directory), vocab_size=300, cache_dir=tmp_path / "cache")
     np.testing.assert_array_equal(cache.tokens, [0, *ids, 1])
 
 
@@ -65,7 +65,7 @@ def test_text_that_is_not_utf8_is_a_bad_row(directory: Path, tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"a\.txt:1: not UTF-8 \(byte 20 of the file\)"):
         tokenise(settings_for(tmp_path / "*.txt", directory), vocab_size=300, cache_dir=tmp_path / "cache")
     skipping = settings_for(tmp_path / "*.txt", directory, on_bad_row="skip")
-    cache, _ = tokenise(skipping, vocab_size=300, cache_dir=tmp_path / "cache")
+    cache = tokenise(skipping, vocab_size=300, cache_dir=tmp_path / "cache")
     assert cache.header.num_documents == 1
     assert cache.header.dropped == (("not UTF-8", 1),)
 
