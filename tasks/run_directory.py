@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -22,7 +23,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._created: Path | None = None
+        self._created: tuple[Path, ...] = ()
+        """Directories that entry made, the innermost first."""
         self._lock: int | None = None
 
     def __enter__(self) -> RunDirectory:
@@ -31,10 +33,10 @@ class RunDirectory:
         Raises:
             RunDirectoryError: It is no directory, not writable, or another run is at work in it.
         """
-        missing = [parent for parent in (self._path, *self._path.parents) if not parent.exists()]
+        missing = tuple(parent for parent in (self._path, *self._path.parents) if not parent.exists())
         try:
             make_directory(self._path)
-            self._created = missing[-1] if missing else None
+            self._created = missing
             self._lock = os.open(self._path / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -53,13 +55,17 @@ class RunDirectory:
     def keep(self, recipe_toml: str) -> None:
         """The run begins: write its recipe; from now on the directory stays."""
         replace_file(self._path / "recipe.toml", recipe_toml.encode())
-        self._created = None
+        self._created = ()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._created is not None:
-            shutil.rmtree(self._created, ignore_errors=True)
+        if self._created:
+            shutil.rmtree(self._path, ignore_errors=True)
+            # Another run may have begun in a parent meanwhile: only empty ones go.
+            with contextlib.suppress(OSError):
+                for parent in self._created[1:]:
+                    parent.rmdir()
         self._release()
 
     def _release(self) -> None:
