@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_lines(run_dir: Path) -> Iterator[str]:
     """What a run directory has beside its newest checkpoint."""
     newest, skipped = newest_complete(run_dir)
-    complete = sorted(path.name for path in (run_dir / "checkpoints").glob(f"*/{MANIFEST_NAME}/.."))
+    complete = sorted(path.parent.name for path in (run_dir / "checkpoints").glob(f"*/{MANIFEST_NAME}"))
     yield f"run          {run_dir.absolute()}"
     metrics = run_dir / "metrics.jsonl"
     if metrics.is_file():
         rows = [json.loads(row) for row in metrics.read_text().splitlines() if row]
-        steps = [row for row in rows if "loss" in row]
-        if steps:
-            yield f"trained      {len(steps)} steps, loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"
+        losses = [row["loss"] for row in rows if row.get("loss") is not None]
+        if losses:
+            yield f"trained      {len(rows)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}"
     yield f"checkpoints  {', '.join(complete) or 'none'}; newest complete: {newest.name if newest else 'none'}"
     for skip in skipped:
         yield f"incomplete   {skip.path.name}: {skip.reason}"

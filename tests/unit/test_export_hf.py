@@ -195,11 +195,20 @@ def test_inspect_tells_run_checkpoint_and_hugging_face_directory(
 ) -> None:
     run = tmp_path / "run"
     weights = save_run(run, tiny_config("llama"), Precision.BF16)
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 7, "loss": 2.25}\n')
+    losses = ("5.5", "null", "2.25", "null")
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": 1, "loss": {loss}}}\n' for loss in losses))
     assert inspect.main([str(run), "--tensors", "--verify"]) == 0
     text = capsys.readouterr().out
     numel = sum(values.numel() for values in weights.values())
-    for part in ("7 (7 applied", f"{numel:,}, bf16", "5.5000 -> 2.2500", "exp_avg_sq", "lm_head.weight", "verified"):
+    assert "checkpoints  step-" in text
+    for part in (
+        "7 (7 applied",
+        f"{numel:,}, bf16",
+        "5.5000 -> 2.2500",
+        "exp_avg_sq",
+        "lm_head.weight",
+        "verified",
+    ):
         assert part in text, part
     out = export(StoredModel.open(run), tmp_path / "out", ExportSettings())
     assert inspect.main([str(out)]) == 0
