@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayError
 
 from pipeline.actor_processes import ActorProcesses
 from pipeline.compute import ComputeActor, ComputeSettings
@@ -139,8 +139,9 @@ class Crew:
     ) -> None:
         try:
             ray.get(self.prefetcher.close.remote(), timeout=CLOSE_TIMEOUT_S)
-        except (RayActorError, GetTimeoutError):
-            logger.warning("the prefetcher did not answer; its NVMe working files are removed at the next start")
+        except RayError:
+            # Whatever it is, the actors must not outlive the run.
+            logger.warning("the prefetcher was not closed; its NVMe working files are removed at the next start")
         _end(list(self.actors().values()))
         if remaining := self.processes.wait_until_ended(KILL_GRACE_S, END_TIMEOUT_S):
             logger.warning("%s did not end within %.0f s of being killed", ", ".join(remaining), END_TIMEOUT_S)

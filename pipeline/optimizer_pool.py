@@ -91,11 +91,6 @@ class Optimizer:
         self._warm_up()
 
     @ray.method
-    def ready(self) -> bool:
-        """Return once the constructor has run."""
-        return True
-
-    @ray.method
     def update(self, step: int, layer: int, control: StepControl, *after: object) -> LaneSpan:
         """Apply a step to this part of a layer, or leave every bit where the step is not applied.
 

@@ -105,10 +105,6 @@ class RunLog:
         self._console.evaluation(step, loss, supervised_tokens)
         self._ended_s = time.monotonic()
 
-    def say(self, line: str) -> None:
-        """Show a line on the console."""
-        self._console.say(line)
-
     def __enter__(self) -> RunLog:
         return self
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -39,5 +39,6 @@ class StopSignals:
             os._exit(INTERRUPTED)
         self._requested = True
         name = signal.Signals(number).name
-        sys.stdout.write(f"{name}: finishing the step and saving; a second signal ends the run at once\n")
-        sys.stdout.flush()
+        # Not through sys.stdout: the signal may have come in the middle of a write to it, and Python refuses a second.
+        with contextlib.suppress(OSError):
+            os.write(1, f"{name}: finishing the step and saving; a second signal ends the run at once\n".encode())
