@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import sysconfig
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ _NO_SOURCES = frozenset(
 
 _HELD_OUT_EVERY = 20
 _HELD_OUT_BYTES = 2048
-_PROMPT = "def main("
+_PROMPT = "class Queue:\n    def __init__(self"
 _SAMPLE_TOKENS = 160
 
 
@@ -126,7 +127,7 @@ def _demo(paths: DemoPaths, changes: Sequence[str]) -> int:
     sample = continuation(paths.model, _PROMPT)
     print(
         f"\nlearnt       held-out loss {first:.2f} -> {last:.2f} nats a byte in {time.monotonic() - started:.0f} s\n"
-        f"writes       {sample!r}\n"
+        f"writes\n{textwrap.indent(sample, ' ' * 13)}\n"
         f"run          {paths.run}\n"
         f"model        {paths.model} (Hugging Face format)\n"
         f"look at it   {_PYTHON} -m tasks.inspect {paths.run}\n"
@@ -162,7 +163,7 @@ def held_out_losses(run: Path) -> tuple[float, float]:
 
 
 def continuation(model: Path, prompt: str) -> str:
-    """What the exported byte-level model writes after `prompt`, the likeliest byte each time."""
+    """What the exported byte-level model writes after `prompt`."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -170,7 +171,15 @@ def continuation(model: Path, prompt: str) -> str:
     disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(model)
     ids = torch.tensor([list(prompt.encode())])
-    written = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=_SAMPLE_TOKENS, do_sample=False)
+    torch.manual_seed(0)
+    # Sampled: the likeliest byte after an indented line is one more space, for ever.
+    written = loaded.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=_SAMPLE_TOKENS,
+        do_sample=True,
+        temperature=0.7,
+    )
     return bytes(token for token in written[0].tolist() if token < 256).decode(errors="replace")
 
 
