@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pipeline.hardware import Hardware
 from pipeline.messages import Lane
+from pipeline.operations import Key, Op, Pass
 from pipeline.placement import Placement
-from pipeline.schedule import Key, Op, Pass
 from pipeline.shapes import ComputeShape, StepShape
 from tiers.layout import Buffer, LayerKind, LayerLayout, buffer_types, state_buffers
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from pipeline.messages import Lane
-from pipeline.schedule import EMBEDDING_SLOT, HEAD_SLOT
+from pipeline.operations import EMBEDDING_SLOT, HEAD_SLOT
 from pipeline.spans import SpanRecorder
 from pipeline.streams import Mark, Streams
 from tiers.layout import LayerKind, ModelLayout

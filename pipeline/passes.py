@@ -22,7 +22,7 @@ from pipeline.families import ModelSpec, family_of
 from pipeline.gradient_buffers import Accumulators, OutgoingGradients, sum_of_squares
 from pipeline.head import Head
 from pipeline.messages import Batch, Lane
-from pipeline.schedule import EMBEDDING_SLOT, HEAD_SLOT
+from pipeline.operations import EMBEDDING_SLOT, HEAD_SLOT
 from pipeline.spans import SpanRecorder
 from pipeline.step_state import StepsInFlight, StepState, check_ids
 from pipeline.streams import Streams

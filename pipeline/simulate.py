@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from pipeline.costs import CALL_S, RIVALS, Cost, CostModel
 from pipeline.messages import Lane
-from pipeline.schedule import Key, Op, build_step
+from pipeline.operations import Key, Op
+from pipeline.schedule import build_step
 
 WARM_UP_STEPS = 3
 MEASURED_STEPS = 2

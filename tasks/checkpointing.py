@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from pipeline.coordinator import Coordinator
 from pipeline.messages import DataPosition
 from pipeline.recipe import Recipe, recipe_toml
 from tiers.checkpoint import CheckpointWriter, begin, prune
+from tiers.errors import TierError
 from tiers.layout import ModelLayout
 from tiers.manifest import Facts, SavedPosition
 from tiers.shards import FileRecord
@@ -124,7 +127,9 @@ class Checkpoints:
         return self._publish(writer, coordinator.snapshot(writer.directory), progress)
 
     def abandon(self) -> None:
-        """Forget and remove the checkpoint at work: the run has failed."""
+        """The run has failed: publish the checkpoint at work if every layer of it is written, else remove it."""
+        with contextlib.suppress(RayError, TierError, OSError):
+            self.collect(wait=False)
         if self._pending is not None:
             self._pending.writer.discard()
             self._pending = None

@@ -22,8 +22,8 @@ from pipeline.metrics import (
     StallSeconds,
     StepMetrics,
 )
+from pipeline.operations import Op
 from pipeline.recipe import Recipe
-from pipeline.schedule import Op
 from pipeline.stalls import stalls_of
 from tasks.checkpointing import Progress
 from tasks.data.loader import StepBatch

@@ -89,6 +89,8 @@ def _announce(launch: Launch) -> None:
     print(f"data: {data.training.report}")
     if data.held_out is not None:
         print(f"held out: {data.held_out.report}")
+        if not recipe.eval.every_steps:
+            print("note: nothing is measured on the held-out data: set eval.every_steps")
     if data.training.num_sequences < recipe.train.sequences_per_step:
         print(
             f"note: an epoch has {data.training.num_sequences} sequences and a step takes "

@@ -16,8 +16,8 @@ from pipeline.crew import Crew
 from pipeline.families.flops import model_flops_per_token
 from pipeline.lanes import busy_shares
 from pipeline.messages import Lane, LaneSpan, StepResult
+from pipeline.operations import Op
 from pipeline.placement import Placement
-from pipeline.schedule import Op
 from pipeline.stalls import Stalls, stalls_of
 from tasks.bench.synthetic import random_batch
 from tasks.filling import fill

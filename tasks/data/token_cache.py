@@ -27,6 +27,7 @@ import numpy.typing as npt
 from pipeline.messages import IGNORED
 from tasks.data.rows import Int64Array, TokenBlock
 from tasks.data.settings import DataError
+from tiers.durable_files import FILE_MODE
 
 FORMAT_VERSION = 1
 UNLABELLED = -1
@@ -135,7 +136,7 @@ class CacheWriter:
         self._open_checksum = 0
 
     def _open(self, name: str) -> BinaryIO:
-        return (self._partial / name).open("wb")
+        return os.fdopen(os.open(self._partial / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, FILE_MODE), "wb")
 
     def __enter__(self) -> CacheWriter:
         return self

@@ -16,7 +16,8 @@ from pipeline.compute import ComputeActor, ComputeSettings
 from pipeline.compute_settings import ComputeSettings as SettingsOfDriver
 from pipeline.errors import DeviceMemoryError, TokenIdError
 from pipeline.messages import Batch, Lane, StepControl, StepResult
-from pipeline.schedule import Op, build_step
+from pipeline.operations import Op
+from pipeline.schedule import build_step
 from support.local_compute import LocalCompute, local_compute
 from support.tiny import VOCABULARY, random_batch, tiny_config
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline.messages import StepControl
-from pipeline.schedule import Op, build_step
+from pipeline.operations import Op
+from pipeline.schedule import build_step
 from support.inline import Case, inline_run
 from support.tiny import random_batch, tiny_config
 from tiers.layout import Precision

@@ -16,8 +16,9 @@ from pipeline.families import ModelSpec, load_model_spec, model_layout
 from pipeline.homes import homes
 from pipeline.learning_rate import LearningRate
 from pipeline.messages import Batch, StepControl, StepResult
+from pipeline.operations import Op
 from pipeline.optimizer_pool import Optimizer, OptimizerSettings
-from pipeline.schedule import Op, SchedulePlan, build_step
+from pipeline.schedule import SchedulePlan, build_step
 from tiers.layout import Buffer, ElementType, Precision, TierPlan
 from tiers.master import join_master
 from tiers.parameter_tier import ParameterTier, TierHandle

@@ -12,7 +12,8 @@ from pipeline.compute import Compute, ComputeSettings
 from pipeline.families import load_model_spec, model_layout
 from pipeline.learning_rate import LearningRate
 from pipeline.messages import Batch, LossSum, StepControl, StepResult
-from pipeline.schedule import Op, SchedulePlan, build_evaluation, build_step
+from pipeline.operations import Op
+from pipeline.schedule import SchedulePlan, build_evaluation, build_step
 from tiers.initialise import initialise_layer
 from tiers.layout import ArenaMap, ElementType, Extent, LayerHome, Precision, TierPlan
 from tiers.parameter_tier import ParameterTier

@@ -8,7 +8,7 @@ import torch
 from pipeline.device_slots import WeightSlots
 from pipeline.gradient_buffers import Accumulators, OutgoingGradients, sum_of_squares
 from pipeline.messages import Lane
-from pipeline.schedule import EMBEDDING_SLOT, HEAD_SLOT
+from pipeline.operations import EMBEDDING_SLOT, HEAD_SLOT
 from pipeline.spans import SpanRecorder
 from pipeline.streams import open_streams
 from tiers.layout import InitKind, LayerKind, LayerLayout, ModelLayout, Precision, TensorSpec, place_tensors

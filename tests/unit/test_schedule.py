@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.schedule import Key, Op, Operation, Pass, SchedulePlan, build_evaluation, build_snapshot, build_step
+from pipeline.operations import Key, Op, Operation, Pass
+from pipeline.schedule import SchedulePlan, build_evaluation, build_snapshot, build_step
 from tiers.layout import LayerKind
 
 
