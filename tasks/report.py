@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks.report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--out", type=Path, help=f"the page's file (RUN/{DEFAULT_NAME}); an older one is replaced")
-    parser.add_argument("--step", type=int, help="whose lanes are shown (one of median length)")
+    parser.add_argument("--step", type=int, help="step whose lanes are shown; default: one of median length")
     options = parser.parse_args(arguments)
     out: Path = options.out or options.run / DEFAULT_NAME
     try:

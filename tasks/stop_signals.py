@@ -32,7 +32,8 @@ class StopSignals:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # Once the run has been saved and is ending, one signal more must not cut short the end of Ray's processes.
+            signal.signal(number, signal.SIG_IGN if self._requested else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._requested:

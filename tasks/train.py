@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import logging
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from pipeline.placement import summary
 from pipeline.recipe import load_recipe, recipe_toml
 from tasks.attempt import Launch
 from tasks.failure import explain
-from tasks.preparation import open_data, prepare
+from tasks.preparation import Preparation, open_data, prepare
 from tasks.recovery import run_with_recoveries
 from tasks.resume import check_data, find_resume_point
 from tasks.run_directory import RunDirectory
@@ -46,9 +47,18 @@ RESOURCE_TIMEOUT_S = 60.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.train", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", type=Path, help="recipe, TOML")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="section.key=value")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="override a key of the recipe; may be repeated",
+    )
     parser.add_argument("--address", help="of a running Ray head; default: RAY_ADDRESS, else an embedded Ray")
     parser.add_argument("--dry-run", action="store_true", help="vet everything, say where it would resume, and stop")
     options = parser.parse_args(arguments)
@@ -85,6 +95,7 @@ def _announce(launch: Launch) -> None:
     recipe, model = preparation.recipe, preparation.placement.tier.model
     print(recipe_toml(recipe))
     print(f"model: {preparation.spec.model_type}, {model.num_parameters:,} parameters, {len(model.layers) - 2} layers")
+    print(f"device: {_device(preparation)}")
     print(f"memory: {summary(preparation.placement)}")
     print(f"data: {data.training.report}")
     if data.held_out is not None:
@@ -98,6 +109,16 @@ def _announce(launch: Launch) -> None:
         )
     start = f"from {resume.directory} (step {resume.progress.step})" if resume else "from step 0"
     print(f"run: {recipe.run.dir}, {start}", flush=True)
+
+
+def _device(preparation: Preparation) -> str:
+    """Where the run computes, and why where that may surprise."""
+    if preparation.cuda:
+        return "cuda"
+    if preparation.recipe.train.device == "cpu":
+        return "cpu"
+    version = importlib.metadata.version("torch")
+    return f'cpu: torch {version} sees no GPU (train.device = "cuda" refuses instead)'
 
 
 def _train(launch: Launch, address: str | None) -> int:

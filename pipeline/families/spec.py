@@ -119,9 +119,13 @@ def read_config(directory: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UnsupportedModelError(
-            f"{directory}: no {CONFIG_FILE}; a model is a directory as `save_pretrained` writes it"
-        ) from None
+        if directory.is_dir():
+            what = f"no {CONFIG_FILE}; a model is a directory as `save_pretrained` writes it"
+        else:
+            what = (
+                "no such directory. Nothing is downloaded here: `hf download NAME --local-dir DIRECTORY` gets a model"
+            )
+        raise UnsupportedModelError(f"{directory}: {what}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UnsupportedModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
