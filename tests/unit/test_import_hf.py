@@ -100,6 +100,7 @@ def test_memory_is_that_of_the_largest_layer_however_deep_the_model() -> None:
 def test_what_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, store = tmp_path / "source", tmp_path / "a" / "store"
     make_source(source, tiny_config("llama"))
+    (tmp_path / "a-folder-of-other-things").mkdir()
     before = sorted(tmp_path.rglob("*"))
 
     def refused(*arguments: str) -> str:
@@ -109,7 +110,8 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.Ca
         return message
 
     assert "not an empty directory" in refused(str(source), str(source))
-    assert "config.json" in refused(str(tmp_path / "nothing"), str(store))
+    assert "no such directory" in refused(str(tmp_path / "nothing"), str(store))
+    assert "no config.json" in refused(str(tmp_path / "a-folder-of-other-things"), str(store))
     weights = source / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
