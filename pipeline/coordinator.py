@@ -37,6 +37,11 @@ class SubmittedStep:
     snapshots: list[Ref] = field(default_factory=list)
     """Of tuples of FileRecord, one a layer; empty where no checkpoint was asked for."""
 
+    @property
+    def updates(self) -> list[Ref]:
+        """Of LaneSpan: one a layer and optimizer actor."""
+        return [ref for key, refs in self.refs.items() if key.op is Op.UPDATE for ref in refs]
+
 
 class _Submission(NamedTuple):
     """One graph under way, kept to tell where its calls are."""

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from pipeline.actor_processes import ActorProcesses
 from pipeline.compute import ComputeActor, ComputeSettings
 from pipeline.families import ModelSpec
+from pipeline.messages import Lane, LaneSpan
 from pipeline.optimizer_pool import OptimizerActor, OptimizerSettings
 from tiers.host_memory import require_host_memory
 from tiers.layout import ArenaMap, TierPlan
@@ -130,6 +131,11 @@ class Crew:
         """Every actor under the name that the dashboard shows."""
         named = {"parameter-tier": self.tier, "prefetcher": self.prefetcher, "compute": self.compute}
         return named | {optimizer_name(part): actor for part, actor in enumerate(self.optimizers)}
+
+    def take_spans(self) -> list[LaneSpan]:
+        """What device and disk have done since the last call; updates report theirs as results."""
+        compute, io = ray.get([self.compute.take_spans.remote(), self.prefetcher.take_spans.remote()])
+        return [*compute, *(LaneSpan(s.name, Lane(s.lane), "prefetcher", s.start_s, s.end_s, s.num_bytes) for s in io)]
 
     def __enter__(self) -> Crew:
         return self

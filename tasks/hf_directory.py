@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pipeline.recipe import Recipe
 from tasks.stored_model import ModelTensor, StoredModel
-from tiers.durable_files import sync_directory, sync_file
+from tiers.durable_files import new_directory, sync_file
 from tiers.errors import TierError
 from tiers.layout import Precision
 from tiers.manifest import verify
@@ -87,8 +86,7 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     total_bytes = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
     check_free_bytes(out.parent, total_bytes + _OTHER_BYTES)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".partial", dir=out.parent))
-    try:
+    with new_directory(out) as partial:
         _write_shards(model, partial, tensors, shards, dtype)
         written = config | _config_changes(config, dtype, tied=model.tied and not settings.untie)
         (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
@@ -97,12 +95,6 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Path:
             path.chmod(0o644)
             sync_file(path)
         partial.chmod(0o755)
-        sync_directory(partial)
-        partial.rename(out)
-        sync_directory(out.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return out
 
 

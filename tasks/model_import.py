@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from tasks.hf_directory import CONFIG, GENERATION_FILES, TOKENIZER_FILES, compan
 from tiers.arena import Arena
 from tiers.checkpoint import CheckpointWriter, begin, required_bytes
 from tiers.direct_io import DirectIO
-from tiers.durable_files import sync_directory, sync_file
+from tiers.durable_files import new_directory, sync_file
 from tiers.errors import TierError
 from tiers.layout import (
     ArenaMap,
@@ -82,20 +81,12 @@ def import_model(source: Path, store: Path, precision: Precision, threads: int, 
     model = model_layout(load_model_spec(source, precision))
     checked = SafetensorsSource(source, model)
     _check_room(store, model)
-    store.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{store.name}-", suffix=".partial", dir=store.parent))
-    try:
+    with new_directory(store) as partial:
         for path in companion_files(source, (CONFIG, *TOKENIZER_FILES, *GENERATION_FILES)):
             shutil.copyfile(path, partial / path.name)
             sync_file(partial / path.name)
         writer = begin(partial, 0, model)
         writer.publish(_write_layers(checked, writer, model, threads, say), _facts(store, model))
-        sync_directory(partial)
-        partial.rename(store)
-        sync_directory(store.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return store
 
 

@@ -22,7 +22,6 @@ from pipeline.metrics import (
     StallSeconds,
     StepMetrics,
 )
-from pipeline.operations import Op
 from pipeline.recipe import Recipe
 from pipeline.stalls import stalls_of
 from tasks.checkpointing import Progress
@@ -50,7 +49,7 @@ class RunLog:
         self._events = EventsWriter(run.dir, recipe.log.events_max_mib, resumed_step)
         self._console = ConsoleLog(recipe.train.steps, recipe.log.every_s)
         self._gauges = RunGauges(run.name)
-        self._spans: list[LaneSpan] = []
+        self._spans_before: list[LaneSpan] = []
         self._updates: dict[int, list[Any]] = {}
         self._ended_s = time.monotonic()
 
@@ -68,7 +67,9 @@ class RunLog:
         started_s, self._ended_s = self._ended_s, time.monotonic()
         step_s = self._ended_s - started_s
         spans = self._collect(progress.step, submitted)
-        stalls = stalls_of(self._spans, started_s, self._ended_s)
+        # Those taken last time also hold what ended between that step's result and the taking.
+        stalls = stalls_of([*self._spans_before, *spans], started_s, self._ended_s)
+        self._spans_before = spans
         tokens_per_s = batch.batch.tokens / step_s
         applied = result is not None and result.control.applied
         metrics = StepMetrics(
@@ -84,7 +85,7 @@ class RunLog:
             model_tflops=self._facts.flops_per_token * tokens_per_s / 1e12,
             stall_s=StallSeconds(load=stalls.load, stage=stalls.stage, update=stalls.update, data=batch.wait_s),
             gpu_peak_bytes=result.gpu_peak_bytes if result else 0,
-            host_bytes=self._facts.arena_bytes + self._crew.processes.private_bytes(),
+            host_bytes=held_bytes(self._crew, self._facts.arena_bytes),
             nvme_read_bytes=sum(span.num_bytes for span in spans if span.lane is Lane.NVME_READ),
             nvme_write_bytes=sum(span.num_bytes for span in spans if span.lane is Lane.NVME_WRITE),
             skipped=not applied,
@@ -117,13 +118,9 @@ class RunLog:
 
     def _collect(self, step: int, submitted: SubmittedStep | None) -> list[LaneSpan]:
         """Take what the lanes did since the last call. The updates of the step before are over by now."""
-        compute, io = ray.get([self._crew.compute.take_spans.remote(), self._crew.prefetcher.take_spans.remote()])
-        new = [*compute, *(LaneSpan(s.name, Lane(s.lane), "prefetcher", s.start_s, s.end_s, s.num_bytes) for s in io)]
-        new += ray.get(self._updates.pop(step - 1, []))
+        new = self._crew.take_spans() + ray.get(self._updates.pop(step - 1, []))
         if submitted is not None:
-            self._updates[step] = [ref for key, refs in submitted.refs.items() if key.op is Op.UPDATE for ref in refs]
-        # A gap at the beginning of a step has its cause in the step before.
-        self._spans = [span for span in self._spans if span.end_s > self._ended_s - 600.0][-20_000:] + new
+            self._updates[step] = submitted.updates
         return new
 
 

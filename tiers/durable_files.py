@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 FILE_MODE = 0o600
@@ -31,6 +35,28 @@ def replace_file(path: Path, content: bytes) -> None:
     write_file(temporary, content)
     temporary.replace(path)
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Let the caller fill a directory that appears under its name whole or not at all.
+
+    Args:
+        path: Absolute; must not exist, or be an empty directory. Missing parents are created.
+
+    Yields:
+        The directory to fill; its files are the caller's to sync. An exception inside removes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", suffix=".partial", dir=path.parent))
+    try:
+        yield partial
+        sync_directory(partial)
+        partial.rename(path)
+        sync_directory(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def sync_directory(path: Path) -> None:

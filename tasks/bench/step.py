@@ -16,7 +16,6 @@ from pipeline.crew import Crew
 from pipeline.families.flops import model_flops_per_token
 from pipeline.lanes import busy_shares
 from pipeline.messages import Lane, LaneSpan, StepResult
-from pipeline.operations import Op
 from pipeline.placement import Placement
 from pipeline.stalls import Stalls, stalls_of
 from tasks.bench.synthetic import random_batch
@@ -94,7 +93,7 @@ def measure_steps(preparation: Preparation, steps: int, say: Callable[[str], Non
                 _finish(coordinator, submitted[step - 2], results, ends_s, say)
         _finish(coordinator, submitted[-1], results, ends_s, say)
         coordinator.drain()
-        spans = _spans(crew, submitted)
+        spans = crew.take_spans() + ray.get([ref for step in submitted for ref in step.updates])
         host_bytes = held_bytes(crew, ArenaMap.of(placement.tier).total_bytes)
         host_taken_bytes = available_bytes - available_host_bytes()
         device_taken_bytes = device_bytes_in_use() if preparation.cuda else 0
@@ -138,13 +137,6 @@ def _finish(
     ends_s.append(time.monotonic())
     took = f"{ends_s[-1] - ends_s[-2]:.3f} s" if len(ends_s) > 1 else "first"
     say(f"step {submitted.step}: {took}, loss {result.loss:.4f}, |g| {result.grad_norm:.4f}")
-
-
-def _spans(crew: Crew, submitted: list[SubmittedStep]) -> list[LaneSpan]:
-    compute, io = ray.get([crew.compute.take_spans.remote(), crew.prefetcher.take_spans.remote()])
-    updates = [ref for step in submitted for key, refs in step.refs.items() if key.op is Op.UPDATE for ref in refs]
-    found = [LaneSpan(s.name, Lane(s.lane), "prefetcher", s.start_s, s.end_s, s.num_bytes) for s in io]
-    return [*compute, *found, *ray.get(updates)]
 
 
 def device_bytes_in_use() -> int:
