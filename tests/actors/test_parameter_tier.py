@@ -111,12 +111,12 @@ def test_attaching_after_the_owner_was_killed_says_so(ray_local: None) -> None:
     handle = ray.get(tier.handle.remote())
     attached, _ = handle.attach()
     ray.kill(tier)
+    attached.close()
+    # Neither Ray's answer nor its report of the death says that the kernel has taken the process away (a call may
+    # even be answered between kill and signal): wait for the very process.
+    _wait_for_end(int(handle.arena.path.split("/")[2]))
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(tier.handle.remote())
-    attached.close()
-    # Ray reports the death before the kernel has taken the process away: wait for the very process.
-    pid = int(handle.arena.path.split("/")[2])
-    _wait_for_end(pid)
     with pytest.raises(TierError, match="is gone"):
         handle.attach()
 
