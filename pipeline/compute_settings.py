@@ -25,6 +25,8 @@ class ComputeSettings:
     """Compile the layer templates: worth it on CUDA only."""
     head_chunk_tokens: int = 4096
     """Tokens whose logits exist at once: fp32 logits of 152,064 words take 2.5 GB then."""
+    mlp_chunk_tokens: int = 0
+    """Most tokens that pass the feed-forward network of a recomputed layer at once; 0 for a whole micro-batch."""
     kept_layers: int = 0
     """Decoder layers, the last ones, that keep weights and graph from forward to backward."""
     device_updates: tuple[int, ...] = ()
@@ -44,6 +46,8 @@ class ComputeSettings:
         for name in ("decoder_slots", "outgoing_buffers", "head_chunk_tokens", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.mlp_chunk_tokens < 0:
+            raise ValueError(f"mlp_chunk_tokens must be at least 0, got {self.mlp_chunk_tokens}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}; leave it out for no clipping")
         if self.device_updates and (self.max_grad_norm is None or self.optimizer is None):

@@ -240,6 +240,7 @@ class Passes:
                 compile=self._settings.compile,
                 # Only there a product of 16-bit matrices can end in fp32.
                 factor_weights=self._streams.device.type == "cuda",
+                mlp_chunk_tokens=self._settings.mlp_chunk_tokens,
             )
         return self._templates[key]
 

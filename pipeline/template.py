@@ -17,11 +17,13 @@ from pipeline.attention import AttentionContext
 from pipeline.device_extras import KEPT_SHARE
 from pipeline.families.family import Family
 from pipeline.families.layout import layer_parameter_names
+from pipeline.layer_halves import chunks_of, keep_attention, keep_feed_forward
 from pipeline.recompute import leave_out
 from pipeline.weight_products import FactoredLinear, add_weight_gradient, factor
 from tiers.layout import LayerLayout
 
 RunLayer = Callable[[Family, nn.Module, Tensor, AttentionContext], Tensor]
+RunFeedForward = Callable[[Family, nn.Module, Tensor], Tensor]
 
 COMPILED_VARIANTS = 32
 """Graphs that one compiled layer may have: with and without gradients, x signatures x batch shapes of training and
@@ -54,6 +56,16 @@ class _Variant:
     """By place of its weight among the parameters."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """A layer cut in two, each for passes without a graph and for graphs."""
+
+    attention: nn.Module
+    feed_forward: nn.Module
+    attention_graph: _Variant
+    feed_forward_graph: _Variant
+
+
 class LayerTemplate:
     """Runs any decoder layer of one signature from one slot."""
 
@@ -65,6 +77,7 @@ class LayerTemplate:
         slot_buffer: Tensor,
         compile: bool = False,
         factor_weights: bool = False,
+        mlp_chunk_tokens: int = 0,
         backend: str = "inductor",
     ) -> None:
         """Bind a layer to a slot.
@@ -78,28 +91,36 @@ class LayerTemplate:
             compile: Compile the layer; templates of equal signature share the compiled graphs.
             factor_weights: Where a layer is recomputed, multiply weight gradients straight into their fp32 sums.
                 Otherwise they are rounded to the weights' type in between, as PyTorch does.
+            mlp_chunk_tokens: Most tokens that pass the feed-forward network at a time where a layer keeps no graph; 0
+                for all of them.
             backend: Of `torch.compile`.
         """
         assert layout.index == layer_index
         self.signature = family.signature(layer_index)
         self._family = family
         self._layout = layout
-        names = layer_parameter_names(family, layout)
+        self._mlp_chunk_tokens = mlp_chunk_tokens
+        self._names = layer_parameter_names(family, layout)
         self._parameters = [nn.Parameter(view) for view in tensor_views(slot_buffer, layout)]
-        bound = dict(zip(names, self._parameters, strict=True))
-        self._module = _bind(family.build_decoder_layer(layer_index), bound)
+        self._module = self._built()
 
         # Not factored: the compiler would keep every factor from forward to backward, half as much again.
         self._kept = _Variant(self._module, {})
         # The same parameters again, in a layer that computes no more than a backward needs.
-        recomputed, left_out = _bind(family.build_decoder_layer(layer_index), bound), family.last_projection
-        factored: dict[int, FactoredLinear] = {}
-        if factor_weights:
-            factored = {names.index(name): linear for name, linear in factor(recomputed, left_out).items()}
-        elif left_out is not None:
-            leave_out(recomputed, left_out)
-        self._recomputed = _Variant(recomputed, factored)
-        self._run: RunLayer = _compiled(backend) if compile else _run_layer
+        left_out = family.last_projection
+        self._recomputed = self._for_recompute(self._built(), left_out, factor_weights)
+        self._halves: _Halves | None = None
+        if mlp_chunk_tokens:
+            blocks = family.blocks
+            assert blocks is not None, "the layers of this family cannot be cut in two"
+            self._halves = _Halves(
+                keep_attention(self._built(), blocks),
+                keep_feed_forward(self._built(), blocks),
+                self._for_recompute(keep_attention(self._built(), blocks), None, factor_weights),
+                self._for_recompute(keep_feed_forward(self._built(), blocks), left_out, factor_weights),
+            )
+        self._run: RunLayer = _compiled(_run_layer, backend) if compile else _run_layer
+        self._run_feed_forward: RunFeedForward = _compiled(_run_feed_forward, backend) if compile else _run_feed_forward
 
     def accumulator_views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Views of the flat gradient accumulator for `backward`, in the order of the layout."""
@@ -108,7 +129,14 @@ class LayerTemplate:
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
         """Run the layer that lies in the slot, without a graph."""
         with torch.no_grad():
-            return self._run(self._family, self._module, x_BSH, context)
+            halves = self._halves_for(x_BSH)
+            if halves is None:
+                return self._run(self._family, self._module, x_BSH, context)
+            y_BSH = self._run(self._family, halves.attention, x_BSH, context)
+            y_TH = y_BSH.view(-1, y_BSH.shape[-1])
+            for chunk in chunks_of(len(y_TH), self._mlp_chunk_tokens):
+                y_TH[chunk] = self._run_feed_forward(self._family, halves.feed_forward, y_TH[chunk])
+            return y_BSH
 
     def backward(
         self, x_BSH: Tensor, context: AttentionContext, grad_y_BSH: Tensor, accumulators: Sequence[Tensor]
@@ -125,7 +153,18 @@ class LayerTemplate:
         Returns:
             Gradient of the loss by the layer's input.
         """
-        return self.backward_kept(self._graph(self._recomputed, x_BSH, context), grad_y_BSH, accumulators)
+        halves = self._halves_for(x_BSH)
+        if halves is None:
+            return self.backward_kept(self._graph(self._recomputed, x_BSH, context), grad_y_BSH, accumulators)
+        graph = self._graph(halves.attention_graph, x_BSH, context)
+        m_TH, grad_y_TH = (tensor.detach().reshape(-1, x_BSH.shape[-1]) for tensor in (graph.layer_output, grad_y_BSH))
+        grad_m_TH = torch.empty_like(m_TH)
+        for chunk in chunks_of(len(m_TH), self._mlp_chunk_tokens):
+            # Weight gradients of the chunks meet in the fp32 sums, as those of micro-batches do.
+            grad_m_TH[chunk] = self.backward_kept(
+                self._feed_forward_graph(halves.feed_forward_graph, m_TH[chunk]), grad_y_TH[chunk], accumulators
+            )
+        return self.backward_kept(graph, grad_m_TH.view_as(graph.layer_output), accumulators)
 
     def forward_kept(self, x_BSH: Tensor, context: AttentionContext) -> tuple[Tensor, KeptGraph]:
         """Run the layer that lies in the slot; return its output without a graph, and the graph."""
@@ -150,11 +189,37 @@ class LayerTemplate:
         return grad_x_BSH
 
     def _graph(self, variant: _Variant, x_BSH: Tensor, context: AttentionContext) -> KeptGraph:
-        batch, length, _ = x_BSH.shape
-        stand_ins = tuple((at, *linear.stand_ins(batch, length)) for at, linear in variant.factored.items())
+        stand_ins = _stand_ins(variant, *x_BSH.shape[:2])
         with torch.enable_grad():
             x_BSH = x_BSH.detach().requires_grad_()
             return KeptGraph(x_BSH, self._run(self._family, variant.module, x_BSH, context), stand_ins)
+
+    def _feed_forward_graph(self, variant: _Variant, m_CH: Tensor) -> KeptGraph:
+        stand_ins = _stand_ins(variant, 1, len(m_CH))
+        with torch.enable_grad():
+            m_CH = m_CH.detach().requires_grad_()
+            return KeptGraph(m_CH, self._run_feed_forward(self._family, variant.module, m_CH), stand_ins)
+
+    def _halves_for(self, x_BSH: Tensor) -> _Halves | None:
+        """The halves, where the tokens are more than one chunk."""
+        return self._halves if x_BSH.shape[0] * x_BSH.shape[1] > self._mlp_chunk_tokens else None
+
+    def _built(self) -> nn.Module:
+        """A layer of its own with the one set of parameters."""
+        bound = dict(zip(self._names, self._parameters, strict=True))
+        return _bind(self._family.build_decoder_layer(self._layout.index), bound)
+
+    def _for_recompute(self, module: nn.Module, left_out: str | None, factor_weights: bool) -> _Variant:
+        if factor_weights:
+            factored = factor(module, left_out)
+            return _Variant(module, {self._names.index(name): linear for name, linear in factored.items()})
+        if left_out is not None:
+            leave_out(module, left_out)
+        return _Variant(module, {})
+
+
+def _stand_ins(variant: _Variant, batch: int, length: int) -> tuple[tuple[int, Tensor, Tensor], ...]:
+    return tuple((place, *linear.stand_ins(batch, length)) for place, linear in variant.factored.items())
 
 
 def _bind(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
@@ -171,8 +236,13 @@ def _run_layer(family: Family, module: nn.Module, x_BSH: Tensor, context: Attent
     return family.run_decoder_layer(module, x_BSH, context)
 
 
+def _run_feed_forward(family: Family, module: nn.Module, m_CH: Tensor) -> Tensor:
+    """As `_run_layer`, of the half that knows no sequences."""
+    return family.run_feed_forward(module, m_CH)
+
+
 @lru_cache(maxsize=4)
-def _compiled(backend: str) -> RunLayer:
+def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
-    compiled: RunLayer = torch.compile(_run_layer, backend=backend, dynamic=False, fullgraph=True)
+    compiled: Callable[..., Tensor] = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
     return compiled

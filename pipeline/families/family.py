@@ -3,7 +3,8 @@
 The Hugging Face layer classes are used as they are. Modules come on the meta device: whoever asked binds their
 parameters to memory of his own. Layers are numbered as in `ModelLayout`: 0 is the embedding, 1..L are decoder layers.
 
-Shapes: B sequences of a micro-batch, S tokens of a sequence, H hidden size, V vocabulary, D head size.
+Shapes: B sequences of a micro-batch, S tokens of a sequence, H hidden size, V vocabulary, D head size,
+C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.attention import AttentionContext
-from pipeline.families.registry import FAMILIES
+from pipeline.families.registry import FAMILIES, LayerBlocks
 from pipeline.families.spec import ModelSpec
 
 
@@ -62,6 +63,11 @@ class Family:
         """Name of the linear layer whose product a recomputed decoder layer can do without, or None."""
         return self._entry.last_projection
 
+    @property
+    def blocks(self) -> LayerBlocks | None:
+        """Names of a decoder layer's two residual blocks, or None where it has others."""
+        return self._entry.blocks
+
     def build_final_norm(self) -> nn.Module:
         """Build the norm between the last decoder layer and the LM head, on the meta device."""
         with torch.device("meta"):
@@ -105,6 +111,12 @@ class Family:
         )
         assert isinstance(y_BSH, Tensor)
         return y_BSH
+
+    def run_feed_forward(self, module: nn.Module, m_CH: Tensor) -> Tensor:
+        """Run the half of a decoder layer that `layer_halves.keep_feed_forward` left, on any C tokens: [C, H]."""
+        y_1CH = module(m_CH[None], attention_mask=None, position_embeddings=None, attention_context=None)
+        assert isinstance(y_1CH, Tensor)
+        return y_1CH[0]
 
     def _decoder_index(self, layer_index: int) -> int:
         assert 1 <= layer_index <= self.spec.num_decoder_layers, f"layer {layer_index} is not a decoder layer"

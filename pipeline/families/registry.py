@@ -33,6 +33,16 @@ def _window_by_layer_type(config: Any, decoder_index: int) -> int | None:
     return window if config.layer_types[decoder_index] == "sliding_attention" else None
 
 
+@dataclass(frozen=True, slots=True)
+class LayerBlocks:
+    """Names of a decoder layer's parts, where it is `m = x + attention(norm(x)); y = m + feed_forward(norm(m))`."""
+
+    attention_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    feed_forward_norm: str = "post_attention_layernorm"
+    feed_forward: str = "mlp"
+
+
 @dataclass(frozen=True)
 class FamilyEntry:
     """The classes and the fields of one `model_type`."""
@@ -48,6 +58,9 @@ class FamilyEntry:
     last_projection: str | None = "mlp.down_proj"
     """Linear layer whose product does nothing but join the residual stream that a decoder layer returns: no backward
     reads it. None where a layer ends otherwise (a norm after the feed-forward network, say)."""
+    blocks: LayerBlocks | None = LayerBlocks()
+    """None where a decoder layer is no such sum: it then cannot run its feed-forward network on some tokens at a time.
+    """
     extra_fields: frozenset[str] = frozenset()
     """Fields that the layers read although the configuration class does not declare them."""
 

@@ -1,0 +1,100 @@
+"""A layer whose feed-forward network runs on some tokens at a time gives what the whole layer gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from pipeline.attention import AttentionContext, build_attention_context
+from pipeline.families import family_of, load_model_spec, model_layout
+from pipeline.layer_halves import chunks_of
+from pipeline.template import LayerTemplate
+from support.tiny import FAMILIES, tiny_config
+from tiers.layout import Precision
+
+SEQUENCES, LENGTH = 2, 24
+
+
+class Case:
+    """A decoder layer with random weights, a batch of packed documents, and templates of it."""
+
+    def __init__(self, config: dict[str, object], precision: Precision = Precision.FP32) -> None:
+        spec = load_model_spec(config, precision)
+        self.family = family_of(spec)
+        self.layout = model_layout(spec).layers[1]
+        dtype = torch.bfloat16 if precision is Precision.BF16 else torch.float32
+        generator = torch.Generator().manual_seed(1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.flat = normal(self.layout.numel) * 0.3
+        self.x, self.grad = (normal(SEQUENCES, LENGTH, spec.hidden_size) for _ in range(2))
+        positions = torch.arange(LENGTH).repeat(SEQUENCES, 1) % 11
+        tables = self.family.build_rotary(torch.device("cpu"))(positions, dtype)
+        self.context: AttentionContext = build_attention_context(
+            positions, tables, self.family.windows, single_document=False
+        )
+
+    def run(self, mlp_chunk_tokens: int, **options: bool | str) -> tuple[Tensor, ...]:
+        """Output, gradient by the input, and by each weight."""
+        template = LayerTemplate(
+            self.family,
+            1,
+            self.layout,
+            self.flat,
+            mlp_chunk_tokens=mlp_chunk_tokens,
+            **options,  # type: ignore[arg-type]
+        )
+        sums = torch.zeros(self.layout.numel)
+        y = template.forward(self.x, self.context)
+        views = template.accumulator_views(sums)
+        return y, template.backward(self.x, self.context, self.grad, views), *views
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 20, 47], ids=["equal", "with a rest", "across sequences"])
+@pytest.mark.parametrize("factor_weights", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_equal_the_whole_to_the_rounding_of_fp32(family: str, factor_weights: bool, chunk_tokens: int) -> None:
+    case = Case(tiny_config(family))
+    whole = case.run(0, factor_weights=factor_weights)
+    chunked = case.run(chunk_tokens, factor_weights=factor_weights)
+    again = case.run(chunk_tokens, factor_weights=factor_weights)
+    for got, wanted, repeated in zip(chunked, whole, again, strict=True):
+        assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+        assert torch.equal(got, repeated)
+
+
+def test_biases_of_the_feed_forward_network_are_summed_over_the_chunks() -> None:
+    case = Case(tiny_config("llama", mlp_bias=True, attention_bias=True))
+    for got, wanted in zip(case.run(16), case.run(0), strict=True):
+        assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, SEQUENCES * LENGTH])
+def test_one_chunk_is_the_whole_layer_in_every_bit(chunk_tokens: int) -> None:
+    case = Case(tiny_config("qwen2"), Precision.BF16)
+    assert all(map(torch.equal, case.run(chunk_tokens), case.run(0)))
+
+
+def test_compiled_halves_serve_every_chunk_and_layer_without_another_graph() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    case = Case(tiny_config("qwen2"))
+    eager = case.run(16)
+    for _ in range(2):
+        torch.testing.assert_close(case.run(16, compile=True, factor_weights=True, backend="aot_eager"), eager)
+    assert counters["stats"]["unique_graphs"] == 4, "each half with and without gradients"
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk_tokens", "sizes"),
+    [(131072, 16384, {16384}), (100_000, 16384, {14336, 13984}), (48, 20, {20, 8}), (5, 8, {5})],
+)
+def test_chunks_are_of_one_size_and_a_rest(tokens: int, chunk_tokens: int, sizes: set[int]) -> None:
+    chunks = list(chunks_of(tokens, chunk_tokens))
+    assert [token for chunk in chunks for token in range(tokens)[chunk]] == list(range(tokens))
+    assert {chunk.stop - chunk.start for chunk in chunks} == sizes
