@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-GIB = 1 << 30
+from tiers.quantities import shown_bytes, shown_duration
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ActorProcesses:
         if watched is None:
             return "process unknown"
         if _ended(watched, 0.0):
-            return f"process {watched.pid}, ended; held {watched.resident_bytes / GIB:.2f} GiB when last looked at"
+            return f"process {watched.pid}, ended; held {shown_bytes(watched.resident_bytes)} when last looked at"
         try:
             with watched.process.oneshot():
                 memory, state = watched.process.memory_info().rss, watched.process.status()
@@ -86,7 +86,7 @@ class ActorProcesses:
         except psutil.Error:
             return f"process {watched.pid}, just ended"
         cpu_s = times.user + times.system
-        return f"process {watched.pid}, {state}, {cpu_s:.0f} s of CPU time, {memory / GIB:.2f} GiB resident"
+        return f"process {watched.pid}, {state}, {shown_duration(cpu_s)} of CPU time, {shown_bytes(memory)} resident"
 
     def name_of(self, pid: int) -> str | None:
         """The actor that runs, or ran, in a process."""

@@ -21,6 +21,7 @@ from ray.util.metrics import Gauge
 
 from pipeline.json_lines import JsonLines, finite
 from pipeline.messages import LaneSpan
+from tiers.quantities import shown_count, shown_duration
 
 logger = logging.getLogger(__name__)
 
@@ -232,23 +233,3 @@ _GAUGES = {
     "gpu_peak_bytes": "Most device memory in use in the last step.",
     "host_bytes": "Host memory held.",
 }
-
-
-def shown_count(value: float) -> str:
-    """A count in three digits: 950, 12.3k, 4.56M."""
-    rounded = float(f"{value:.3g}")
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rounded >= limit:
-            return f"{rounded / limit:g}{suffix}"
-    return f"{rounded:g}"
-
-
-def shown_duration(seconds: float) -> str:
-    """A duration in its two largest units: 42s, 3m12s, 5h07m, 2d03h."""
-    if not math.isfinite(seconds):
-        return "unknown"
-    whole = round(seconds)
-    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= unit_s:
-            return f"{whole // unit_s}{unit}{whole % unit_s // part_s:02d}{part}"
-    return f"{whole}s"

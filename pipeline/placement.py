@@ -9,8 +9,9 @@ from __future__ import annotations
 from pipeline.footprint import GIB, Place, total
 from pipeline.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
 from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, solve
-from pipeline.remedies import TIER_NAMES, gib, refusal
+from pipeline.remedies import TIER_NAMES, refusal
 from pipeline.shapes import ProcessShape
+from tiers.quantities import shown_bytes
 
 __all__ = [
     "MemoryBudget",
@@ -52,7 +53,9 @@ def summary(placement: Placement) -> str:
         "activations of {} layers kept, the others recomputed": schedule.kept_layers,
         "inputs of {} layers in pinned RAM": placement.spilled_boundaries,
     }
-    used = ", ".join(f"{TIER_NAMES[where]} {gib(placement.used(where))}" for where in Place if placement.used(where))
+    used = ", ".join(
+        f"{TIER_NAMES[where]} {shown_bytes(placement.used(where))}" for where in Place if placement.used(where)
+    )
     return "; ".join([used, *(text.format(count) for text, count in counts.items() if count)])
 
 
@@ -84,8 +87,8 @@ def preflight(
     needed = {where: placement.used(where) for where in Place}
     free = {Place.RAM: host_available_bytes, Place.DEVICE: gpu_free_bytes, Place.NVME: nvme_free_bytes}
     short = [
-        f"{TIER_NAMES[where]}: needs {gib(needed[where])}, free now {gib(free[where])} (free some, or lower "
-        f"{_KNOBS[where]} so that less is placed there)"
+        f"{TIER_NAMES[where]}: needs {shown_bytes(needed[where])}, free now {shown_bytes(free[where])} (free some, or "
+        f"lower {_KNOBS[where]} so that less is placed there)"
         for where in Place
         if needed[where] > free[where]
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.footprint import GIB, Place
 from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, Shortage, solve
+from tiers.quantities import shown_bytes
 
 TIER_NAMES = {Place.RAM: "host memory", Place.DEVICE: "device memory", Place.NVME: "NVMe"}
 
@@ -21,8 +22,8 @@ def refusal(request: PlacementRequest, budget: MemoryBudget, shortage: Shortage)
     largest = sorted(shortage.terms, key=lambda term: -term.num_bytes)[:4]
     return (
         f"a model of {request.model.num_parameters / 1e9:.2f} B parameters does not fit: {TIER_NAMES[shortage.place]} "
-        f"needs {gib(shortage.needed_bytes)}, the budget is {gib(available)} (largest: "
-        + ", ".join(f"{term.name} {gib(term.num_bytes)}" for term in largest)
+        f"needs {shown_bytes(shortage.needed_bytes)}, the budget is {shown_bytes(available)} (largest: "
+        + ", ".join(f"{term.name} {shown_bytes(term.num_bytes)}" for term in largest)
         + "). "
         + _remedies(request, budget)
     )
@@ -54,10 +55,10 @@ def _trials(
     unlimited = 2**60
 
     def drive(fit: Placement) -> str:
-        return f"memory.nvme_dir on a drive with {gib(fit.used(Place.NVME))} free (memory.nvme_gib)"
+        return f"memory.nvme_dir on a drive with {shown_bytes(fit.used(Place.NVME))} free (memory.nvme_gib)"
 
     def ram(fit: Placement) -> str:
-        host = gib(fit.used(Place.RAM) + GIB)
+        host = shown_bytes(fit.used(Place.RAM) + GIB)
         return f"memory.ram_gib = {fit.arena_bytes / GIB + 0.05:.1f} (on a machine with {host} free)"
 
     def constant(text: str) -> Callable[[Placement], str]:
@@ -72,7 +73,7 @@ def _trials(
     yield (
         request,
         replace(budget, gpu_bytes=unlimited),
-        _Remedy("memory.gpu_gib", lambda fit: f"memory.gpu_gib = {__required_gpu_gib(request, fit)}"),
+        _Remedy("memory.gpu_gib", lambda fit: f"memory.gpu_gib = {_required_gpu_gib(request, fit)}"),
     )
     if request.clip:
         unclipped = constant("optimizer.max_grad_norm = 0 (no gradients held)")
@@ -102,7 +103,7 @@ def _least_ram(request: PlacementRequest, budget: MemoryBudget) -> int:
     return high
 
 
-def __required_gpu_gib(request: PlacementRequest, fit: Placement) -> int:
+def _required_gpu_gib(request: PlacementRequest, fit: Placement) -> int:
     """The least device budget, in whole GiB, that works with no more host memory than `fit` uses."""
     low, high = 1, -(-fit.used(Place.DEVICE) // GIB)
     roomy = replace(fit.budget, gpu_bytes=0)
@@ -122,8 +123,3 @@ def _halves(value: int) -> list[int]:
         value //= 2
         halves.append(value)
     return halves
-
-
-def gib(num_bytes: int) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / GIB:.1f} GiB"

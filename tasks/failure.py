@@ -13,6 +13,7 @@ from pipeline.crew import Crew
 from pipeline.errors import ActorLostError, PipelineError, RayLostError
 from tiers.errors import TierError
 from tiers.host_memory import host_headroom
+from tiers.quantities import shown_bytes
 
 
 def explain(error: BaseException) -> str:
@@ -75,7 +76,7 @@ def _circumstances(error: BaseException) -> str:
 def _memory() -> str:
     headroom = host_headroom()
     return (
-        f"Host memory available now: {headroom.available_bytes / 2**30:.1f} GiB (limit: {headroom.limit}). A process "
+        f"Host memory available now: {shown_bytes(headroom.available_bytes)} (limit: {headroom.limit}). A process "
         "killed without a word was most often ended by the kernel for want of memory: see `dmesg`, and lower "
         "memory.ram_gib."
     )

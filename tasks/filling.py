@@ -11,12 +11,12 @@ import ray
 from ray.exceptions import RayTaskError
 
 from pipeline.crew import Crew
-from pipeline.metrics import shown_duration
 from pipeline.recipe import Recipe
 from tasks.model_source import imported_checkpoint
 from tiers.checkpoint import complete_before
 from tiers.errors import CheckpointError, TierError
 from tiers.layout import ModelLayout
+from tiers.quantities import shown_duration
 
 SAY_EVERY_S = 5.0
 
@@ -58,7 +58,7 @@ def fill(crew: Crew, model: ModelLayout, recipe: Recipe, checkpoint: Path | None
             elapsed_s = time.monotonic() - started_s
             left = shown_duration(elapsed_s / share - elapsed_s) if share else "unknown"
             say(f"{what}: {share:.0%}, {left} left")
-    say(f"{what}: done in {time.monotonic() - started_s:.1f} s")
+    say(f"{what}: done in {shown_duration(time.monotonic() - started_s)}")
 
 
 def _require(done: list[Any], checkpoint: Path | None) -> None:

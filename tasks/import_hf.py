@@ -21,6 +21,7 @@ from pipeline.errors import PipelineError
 from tasks.model_import import import_model
 from tiers.errors import TierError
 from tiers.layout import Precision
+from tiers.quantities import shown_duration
 
 MAX_THREADS = 8
 """Disk requests in flight that saturate the drives measured."""
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     finally:
         signal.signal(signal.SIGTERM, before)
-    say(f'imported {options.source} in {time.monotonic() - started_s:.1f} s; in a recipe: [model] source = "{store}"')
+    took = shown_duration(time.monotonic() - started_s)
+    say(f'imported {options.source} in {took}; in a recipe: [model] source = "{store}"')
     return 0
 
 

@@ -17,6 +17,7 @@ from tasks.stored_model import StoredModel, find_checkpoint
 from tiers.checkpoint import newest_complete
 from tiers.errors import TierError
 from tiers.manifest import MANIFEST_NAME, verify
+from tiers.quantities import shown_bytes
 from tiers.safetensors_header import read_header
 
 _SAFETENSORS = "*.safetensors"
@@ -79,8 +80,8 @@ def checkpoint_lines(directory: Path, *, tensors: bool) -> Iterator[str]:
         parts = record.path.split("/")
         sizes[parts[1] if record.chunk_bytes and len(parts) > 1 else "metadata"] += record.num_bytes
     for name, num_bytes in sizes.items():
-        yield f"{name:<12} {_bytes(num_bytes)}"
-    yield f"total        {_bytes(sizes.total())} in {len(model.manifest.files)} files"
+        yield f"{name:<12} {shown_bytes(num_bytes)}"
+    yield f"total        {shown_bytes(sizes.total())} in {len(model.manifest.files)} files"
     yield f"libraries    {', '.join(f'{name} {version}' for name, version in facts.libraries.items())}"
     for tensor in model.tensors if tensors else ():
         yield f"  {tensor.layer:<12} {tensor.name:<60} {list(tensor.shape)}"
@@ -111,10 +112,6 @@ def _verify(directory: Path) -> int:
     if not problems:
         print("verified     every byte is as the manifest says")
     return 1 if problems else 0
-
-
-def _bytes(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):,.3f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):,.2f} MiB"
 
 
 if __name__ == "__main__":

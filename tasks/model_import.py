@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.families import load_model_spec, model_layout
-from pipeline.metrics import shown_duration
 from pipeline.recipe import (
     DataSection,
     ModelSection,
@@ -44,6 +43,7 @@ from tiers.layout import (
 )
 from tiers.manifest import Facts, SavedPosition
 from tiers.preflight import check_free_bytes, preflight
+from tiers.quantities import shown_duration
 from tiers.safetensors_source import SafetensorsSource
 from tiers.shard_store import ShardStore
 from tiers.shards import FileRecord

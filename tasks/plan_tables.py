@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.footprint import GIB, Place
+from pipeline.footprint import Place
 from pipeline.placement import Placement
-from tasks.plan_report import HomeRange, Plan, TimeFigures, home_ranges
+from tasks.plan_report import SECONDS_A_DAY, HomeRange, Plan, TimeFigures, home_ranges
+from tiers.quantities import shown_bytes, shown_count, shown_duration
 
 TITLES = {Place.RAM: "host memory", Place.DEVICE: "device memory", Place.NVME: "NVMe"}
+
+WORTH_TELLING = 0.001
+"""Share of a step from which on a wait is named."""
 
 
 def tables(plan: Plan) -> str:
     """The plan for people."""
     lines = [
-        f"{plan.recipe} on {plan.machine}: {plan.parameters / 1e9:.2f} B parameters",
+        f"{plan.recipe} on {plan.machine}: {shown_count(plan.parameters)} parameters",
         f"fits: {'yes' if plan.fits else 'NO'}",
     ]
     if plan.note:
@@ -42,12 +46,12 @@ def _account(placement: Placement, place: Place, fits: bool) -> Iterator[str]:
     terms = [term for term in placement.terms if term.place is place]
     budget = placement.budget
     allowed = {
-        Place.RAM: f"; model state {_gib(placement.arena_bytes)} of {_gib(budget.ram_bytes)}",
-        Place.DEVICE: f" of {_gib(budget.gpu_bytes)}",
-        Place.NVME: f" of {_gib(budget.nvme_bytes)}",
+        Place.RAM: f"; model state {shown_bytes(placement.arena_bytes)} of {shown_bytes(budget.ram_bytes)}",
+        Place.DEVICE: f" of {shown_bytes(budget.gpu_bytes)}",
+        Place.NVME: f" of {shown_bytes(budget.nvme_bytes)}",
     }[place]
-    yield f"{TITLES[place]}: {_gib(placement.used(place))}{allowed if fits else ''}"
-    yield from _table([[f"  {term.name}", _gib(term.num_bytes), term.why] for term in terms if term.num_bytes])
+    yield f"{TITLES[place]}: {shown_bytes(placement.used(place))}{allowed if fits else ''}"
+    yield from _table([[f"  {term.name}", shown_bytes(term.num_bytes), term.why] for term in terms if term.num_bytes])
 
 
 def _bytes_per_parameter(plan: Plan) -> Iterator[str]:
@@ -88,43 +92,43 @@ def _name(each: HomeRange) -> str:
 
 
 def _row(label: str, parameters: int, each: HomeRange) -> list[str]:
-    return [f"  {label}", f"{parameters / 1e9:.2f} B", each.weights, each.state, each.gradients]
+    return [f"  {label}", shown_count(parameters), each.weights, each.state, each.gradients]
 
 
 def _time(time: TimeFigures) -> Iterator[str]:
     prediction = time.prediction
+    speed = shown_count(time.tokens / prediction.step_s)
     yield (
-        f"step: {prediction.step_s:.2f} s for {time.tokens:,} tokens = {time.tokens / prediction.step_s:,.0f} "
-        f"tokens/s, {prediction.model_tflops:.0f} model TFLOP/s; bottleneck: {prediction.bottleneck}"
+        f"step: {shown_duration(prediction.step_s)} for {time.tokens:,} tokens = {speed} tokens/s, "
+        f"{shown_count(prediction.model_tflops)} model TFLOP/s; bottleneck: {prediction.bottleneck}"
     )
     rows = [["  lane", "busy", "share", "of the step's length"]]
     for load in prediction.lanes:
         if load.busy_s:
-            share = load.busy_s / prediction.step_s
-            rows.append([f"  {load.lane}", f"{load.busy_s:.2f} s", f"{share:.0%}", f"{load.critical_s:.2f} s"])
+            share = f"{load.busy_s / prediction.step_s:.0%}"
+            rows.append([f"  {load.lane}", shown_duration(load.busy_s), share, shown_duration(load.critical_s)])
     yield from _table(rows)
-    waits = ", ".join(f"{lane} {seconds:.2f} s" for lane, seconds in prediction.stalls if seconds >= 0.005)
+    least_s = prediction.step_s * WORTH_TELLING
+    waits = ", ".join(f"{lane} {shown_duration(wait_s)}" for lane, wait_s in prediction.stalls if wait_s >= least_s)
     yield f"  the device waits for: {waits or 'nothing'}"
     if prediction.nvme_write_bytes or prediction.nvme_read_bytes:
         life = f"; its rated writes last {time.drive_days:,.0f} days of training" if time.drive_days else ""
-        yield (
-            f"  the drive reads {_gb(prediction.nvme_read_bytes)} and writes {_gb(prediction.nvme_write_bytes)} "
-            f"a step{life}"
-        )
+        read, written = shown_bytes(prediction.nvme_read_bytes), shown_bytes(prediction.nvme_write_bytes)
+        yield f"  the drive reads {read} and writes {written} a step{life}"
     for each in time.advice:
         yield f"  {each.speedup:.2f} times as many tokens a second with {each.setting} ({each.but})"
-    what = f"the recipe's {time.steps:,} steps" if time.steps else f"{time.token_budget / 1e9:.3f} B tokens"
-    yield f"tokens a day: {time.tokens_per_day / 1e6:,.1f} million; {what} take {time.days:.2f} days"
+    what = f"the recipe's {time.steps:,} steps" if time.steps else f"{shown_count(time.token_budget)} tokens"
+    yield f"tokens a day: {shown_count(time.tokens_per_day)}; {what} take {shown_duration(time.days * SECONDS_A_DAY)}"
     if time.cost is not None:
         yield f"cost at {time.price_per_hour:g} an hour: {time.cost:,.2f}"
 
 
 def _checkpoints(plan: Plan) -> Iterator[str]:
     figures = plan.checkpoints
-    free = "" if figures.free_bytes is None else f", free there {_gb(figures.free_bytes)}"
+    free = "" if figures.free_bytes is None else f", free there {shown_bytes(figures.free_bytes)}"
     yield (
-        f"checkpoints: {_gb(figures.bytes_each)} each, at most {figures.kept} at a time (the old one goes when the new "
-        f"one is complete) = {_gb(figures.needed_bytes)}{free}"
+        f"checkpoints: {shown_bytes(figures.bytes_each)} each, at most {figures.kept} at a time (the old one goes when "
+        f"the new one is complete) = {shown_bytes(figures.needed_bytes)}{free}"
     )
     if figures.fits is False:
         yield "  WARNING: they do not fit; lower checkpoint.keep_last, raise checkpoint.keep_every, or move run.dir"
@@ -141,11 +145,3 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"

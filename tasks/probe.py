@@ -23,6 +23,7 @@ from tasks.probe_device import busy_device, measure_device, measure_link
 from tasks.probe_host import copy_gbps, measure_nvme, update_gparams_per_s
 from tiers.errors import ShardError
 from tiers.host_memory import host_headroom
+from tiers.quantities import shown_bytes
 
 DEFAULT_SECONDS = 3.0
 """A measurement: rates settle in less, and a dozen of them stay below a minute."""
@@ -65,7 +66,7 @@ def probe(nvme_dir: Path | None, seconds: float, progress: Callable[[str], None]
     nvme = None if nvme_dir is None else measure_nvme(nvme_dir, seconds, tell)
     cores = len(os.sched_getaffinity(0))
     headroom = host_headroom()
-    tell(f"{cores} cores; {headroom.available_bytes / GIB:.1f} GiB of memory, bounded by {headroom.limit}")
+    tell(f"{cores} cores; {shown_bytes(headroom.available_bytes)} of memory, bounded by {headroom.limit}")
     tell("copying memory")
     copied = copy_gbps(cores, seconds)
     tell("updating with AdamW, on idle memory")

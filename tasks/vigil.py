@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from pipeline.metrics import shown_duration
 from pipeline.watchdog import Patience
+from tiers.quantities import shown_duration
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import HostMemoryError, TierError
-from tiers.host_memory import GIB, available_host_bytes, require_host_memory
+from tiers.host_memory import available_host_bytes, require_host_memory
 from tiers.layout import PAGE_BYTES, Extent, round_up
+from tiers.quantities import shown_bytes
 
 __all__ = ["Arena", "ArenaHandle", "available_host_bytes", "populate"]
 
@@ -97,7 +98,7 @@ class Arena:
             arena = cls(file_descriptor, num_bytes, owned=True)
         except OSError as error:
             os.close(file_descriptor)
-            raise HostMemoryError(f"cannot map an arena of {num_bytes / GIB:.2f} GiB: {error}") from error
+            raise HostMemoryError(f"cannot map an arena of {shown_bytes(num_bytes)}: {error}") from error
         try:
             populate(arena.bytes_view(0, num_bytes), threads=threads, progress=progress)
         except BaseException:
@@ -215,6 +216,6 @@ def _populate_chunk(chunk: ByteArray, advice: int) -> bool:
         if code not in (errno.EINTR, errno.EAGAIN):
             raise HostMemoryError(
                 f"the kernel could not populate {chunk.nbytes} bytes of the arena: {os.strerror(code)}, with "
-                f"{available_host_bytes() / GIB:.2f} GiB still available; lower [memory] ram_gib or set nvme_dir"
+                f"{shown_bytes(available_host_bytes())} still available; lower [memory] ram_gib or set nvme_dir"
             )
     return False

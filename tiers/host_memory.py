@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiers.errors import HostMemoryError
+from tiers.quantities import shown_bytes
 
 GIB = 2**30
 
@@ -62,15 +63,15 @@ def require_host_memory(
     advice = "set [memory] nvme_dir to move layers to NVMe, or train a smaller model"
     if limit_bytes is not None and num_bytes > limit_bytes:
         raise HostMemoryError(
-            f"the arena needs {num_bytes / GIB:.2f} GiB of host memory, [memory] ram_gib allows "
-            f"{limit_bytes / GIB:.2f} GiB; raise ram_gib, {advice}"
+            f"the arena needs {shown_bytes(num_bytes)} of host memory, [memory] ram_gib allows "
+            f"{shown_bytes(limit_bytes)}; raise ram_gib, {advice}"
         )
     available, limit = host_headroom(proc, cgroups)
     reserve = min(RESERVE_BYTES, max(available, 0) // 16)
     if num_bytes > available - reserve:
         raise HostMemoryError(
-            f"the arena needs {num_bytes / GIB:.2f} GiB of host memory, {available / GIB:.2f} GiB are available "
-            f"({reserve / GIB:.2f} GiB of them reserved) by {limit}; lower [memory] ram_gib, free memory or raise that "
+            f"the arena needs {shown_bytes(num_bytes)} of host memory, {shown_bytes(available)} are available "
+            f"({shown_bytes(reserve)} of them reserved) by {limit}; lower [memory] ram_gib, free memory or raise that "
             f"limit, {advice}"
         )
 

@@ -10,8 +10,8 @@ import ray
 from ray.actor import ActorClass
 
 from tiers.arena import Arena, ArenaHandle
-from tiers.host_memory import GIB
 from tiers.layout import ArenaMap, TierPlan
+from tiers.quantities import shown_bytes, shown_duration
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class ParameterTier:
         start_s = time.monotonic()
         self._arena = Arena.create(num_bytes, limit_bytes=limit_bytes, threads=threads, progress=_log_progress)
         self._handle = TierHandle(self._arena.handle(), plan)
-        logger.info("arena of %.2f GiB populated in %.1f s", num_bytes / GIB, time.monotonic() - start_s)
+        logger.info("arena of %s populated in %s", shown_bytes(num_bytes), shown_duration(time.monotonic() - start_s))
 
     @ray.method
     def handle(self) -> TierHandle:
@@ -65,7 +65,7 @@ class ParameterTier:
 
 
 def _log_progress(done_bytes: int, total_bytes: int) -> None:
-    logger.debug("arena: %.2f of %.2f GiB resident", done_bytes / GIB, total_bytes / GIB)
+    logger.debug("arena: %s of %s resident", shown_bytes(done_bytes), shown_bytes(total_bytes))
 
 
 ParameterTierActor: ActorClass[ParameterTier] = ray.remote(ParameterTier)

@@ -25,7 +25,7 @@ function showTip(event, text) {
 const trimmed = (value, digits) => String(Number(value.toPrecision(digits)));
 const FORMATS = {
   plain: v => (v !== 0 && (Math.abs(v) < 1e-3 || Math.abs(v) >= 1e6)) ? v.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e") : trimmed(v, 4),
-  count: v => v >= 1e9 ? trimmed(v / 1e9, 3) + "G" : v >= 1e6 ? trimmed(v / 1e6, 3) + "M" : v >= 1e3 ? trimmed(v / 1e3, 3) + "k" : trimmed(v, 3),
+  count: v => v >= 1e9 ? trimmed(v / 1e9, 3) + "B" : v >= 1e6 ? trimmed(v / 1e6, 3) + "M" : v >= 1e3 ? trimmed(v / 1e3, 3) + "k" : trimmed(v, 3),
   bytes: v => v >= 2 ** 40 ? trimmed(v / 2 ** 40, 3) + " TiB" : v >= 2 ** 30 ? trimmed(v / 2 ** 30, 3) + " GiB"
     : v >= 2 ** 20 ? trimmed(v / 2 ** 20, 3) + " MiB" : v >= 1024 ? trimmed(v / 1024, 3) + " KiB" : v + " B",
   seconds: v => v >= 1 || v === 0 ? trimmed(v, 3) + " s" : v >= 1e-3 ? trimmed(v * 1e3, 3) + " ms" : trimmed(v * 1e6, 3) + " µs",

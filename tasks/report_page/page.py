@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from pipeline.metrics import shown_count, shown_duration
 from tasks.report_page.charts import MAX_SPANS, Chart, ChartMaker, page_data
 from tasks.report_page.run_record import RunRecord
 from tasks.report_page.state_bytes import StateBytes
@@ -18,13 +17,13 @@ from tasks.report_page.step_lanes import StepLanes
 from tasks.report_page.tables import (
     evaluations_table,
     lanes_table,
-    num_bytes,
     number,
     operations_table,
     state_table,
     steps_table,
 )
 from tasks.report_page.thinning import median
+from tiers.quantities import shown_bytes, shown_count, shown_duration
 
 _HERE = Path(__file__).parent
 
@@ -114,7 +113,7 @@ def _header(record: RunRecord) -> Iterator[str]:
 
 def _most(values: list[float]) -> str:
     most = max((value for value in values if math.isfinite(value)), default=0.0)
-    return f"{num_bytes(most)} <small>at most</small>" if most else ""
+    return f"{shown_bytes(most)} <small>at most</small>" if most else ""
 
 
 def _chart(chart: Chart) -> str:
@@ -151,7 +150,7 @@ def _lanes(lanes: StepLanes | None) -> Iterator[str]:
         yield '<h2>Lanes of a step</h2><p class="note">No step was recorded (log.events_max_mib).</p></section></div>'
         return
     yield (
-        f'<div class="head"><h2>Lanes of step {lanes.step:,}: {lanes.length_s * 1e3:,.4g} ms</h2>'
+        f'<div class="head"><h2>Lanes of step {lanes.step:,}: {shown_duration(lanes.length_s)}</h2>'
         f"{_legend(_OPERATIONS)}"
         '<label>zoom <input type="range" id="zoom" min="0" max="5" step="0.25" value="0"></label></div>'
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from tasks.report_page.run_record import STALL, RunRecord
 from tasks.report_page.state_bytes import StateBytes
 from tasks.report_page.step_lanes import StepLanes
 from tasks.report_page.thinning import even_rows
+from tiers.quantities import shown_bytes, shown_duration
 
 MAX_STEP_ROWS = 100
 MAX_OPERATION_ROWS = 1500
@@ -43,10 +44,10 @@ def steps_table(record: RunRecord) -> str:
                 number(columns["lr"][place]),
                 number(columns["grad_norm"][place]),
                 number(columns["tokens_per_s"][place]),
-                seconds(columns["step_s"][place]),
-                seconds(math.fsum(stall[place] for stall in stalls)),
-                num_bytes(columns["host_bytes"][place]),
-                num_bytes(columns["gpu_peak_bytes"][place]),
+                _or_dash(shown_duration, columns["step_s"][place]),
+                _or_dash(shown_duration, math.fsum(stall[place] for stall in stalls)),
+                _or_dash(shown_bytes, columns["host_bytes"][place]),
+                _or_dash(shown_bytes, columns["gpu_peak_bytes"][place]),
                 escape(reasons.get(step, "")),
             )
         )
@@ -73,9 +74,9 @@ def lanes_table(lanes: StepLanes) -> str:
             (
                 escape(lane.title),
                 f'{lane.busy:.1%} <meter min="0" max="1" value="{lane.busy:.4f}"></meter>',
-                seconds(busy_s),
+                shown_duration(busy_s),
                 str(sum(map(len, lane.rows))),
-                num_bytes(lane.num_bytes) if lane.num_bytes else "",
+                shown_bytes(lane.num_bytes) if lane.num_bytes else "",
                 rate,
             )
         )
@@ -92,9 +93,9 @@ def operations_table(lanes: StepLanes) -> str:
         (
             escape(span.name),
             escape(title),
-            seconds(span.start_s - lanes.start_s),
-            seconds(span.end_s - span.start_s),
-            num_bytes(span.num_bytes) if span.num_bytes else "",
+            shown_duration(span.start_s - lanes.start_s),
+            shown_duration(span.end_s - span.start_s),
+            shown_bytes(span.num_bytes) if span.num_bytes else "",
         )
         for span, title in spans[:MAX_OPERATION_ROWS]
     )
@@ -109,13 +110,18 @@ def state_table(state: StateBytes) -> str:
         (
             (
                 escape(buffer.name),
-                num_bytes(buffer.ram_bytes) if buffer.ram_bytes else "",
-                num_bytes(buffer.nvme_bytes) if buffer.nvme_bytes else "",
+                shown_bytes(buffer.ram_bytes) if buffer.ram_bytes else "",
+                shown_bytes(buffer.nvme_bytes) if buffer.nvme_bytes else "",
                 f"{(buffer.ram_bytes + buffer.nvme_bytes) / state.num_parameters:.2f}",
             )
             for buffer in state.buffers
         ),
-        foot=("all", num_bytes(ram), num_bytes(nvme) if nvme else "none", f"{(ram + nvme) / state.num_parameters:.2f}"),
+        foot=(
+            "all",
+            shown_bytes(ram),
+            shown_bytes(nvme) if nvme else "none",
+            f"{(ram + nvme) / state.num_parameters:.2f}",
+        ),
     )
 
 
@@ -128,20 +134,5 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def seconds(value: float) -> str:
-    """A time in the unit that suits it; a dash for none."""
-    if not math.isfinite(value):
-        return "&ndash;"
-    if value >= 1 or value == 0:
-        return f"{value:.3g}&nbsp;s"
-    return f"{value * 1e3:.3g}&nbsp;ms" if value >= 1e-3 else f"{value * 1e6:.3g}&nbsp;&micro;s"
-
-
-def num_bytes(value: float) -> str:
-    """Bytes in binary units; a dash for none."""
-    if not math.isfinite(value):
-        return "&ndash;"
-    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= limit:
-            return f"{value / limit:.3g}&nbsp;{unit}"
-    return f"{value:.0f}&nbsp;B"
+def _or_dash(show: Callable[[float], str], value: float) -> str:
+    return show(value) if math.isfinite(value) else "&ndash;"

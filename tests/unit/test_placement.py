@@ -241,7 +241,7 @@ def test_a_run_says_in_a_line_where_its_bytes_live() -> None:
     wanted = request(model(decoders=16))
     assert summary(place(wanted, ROOMY)).count(";") == 0
     text = summary(place(wanted, squeezed(wanted, 60 << 20)))
-    assert "NVMe 0." in text and "layers on NVMe" in text
+    assert "NVMe 50.00 MiB; state of" in text and "layers on NVMe" in text
     assert "gradients of 18 layers held on the device" in text
 
 
