@@ -70,10 +70,9 @@ class Compute:
         )
 
     def ready(self) -> int:
-        """Return the device memory taken for good, in bytes: slots, accumulators, outgoing buffers and lent states."""
+        """Return the device memory taken for good, in bytes: slots, accumulators and outgoing buffers."""
         self._streams.synchronize()
-        gradients = self._passes.accumulators.num_bytes + self._outgoing.num_bytes
-        return self._slots.num_bytes + gradients + self._lent.num_bytes
+        return self._slots.num_bytes + self._passes.accumulators.num_bytes + self._outgoing.num_bytes
 
     @ray.method(concurrency_group="transfer")
     def begin(self, step: int, batch: Batch, *after: object) -> None:
@@ -132,6 +131,7 @@ class Compute:
     def return_state(self, step: int, layer: int, slot: int, *after: object) -> None:
         """Copy the weights and the state of a layer that was updated here to the arena; return when all is there."""
         self._lent.give_back(layer, self._slots.updated(layer, slot), self._spans).synchronize()
+        self._lent.release(layer)
 
     def discard(self, step: int, layer: int) -> None:
         """Forget a layer's gradient instead of offloading it: for measurements of computation alone."""

@@ -165,6 +165,10 @@ def _actor(kind: Any, name: str, namespace: str, *, threads: int, gpu: bool = Fa
     if not gpu:
         # Ray hides no GPU from an actor that asks for none, and only Compute may touch CUDA.
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Activations and lent state take turns in the same memory: blocks of any size must come out of what others
+        # left, and the allocator's usual segments never merge.
+        environment["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return kind.options(
         name=name,
         namespace=namespace,

@@ -23,6 +23,8 @@ class Extras:
     """Decoder layers, the last ones, that are not recomputed."""
     extra_slots: int = 0
     """Shared decoder slots beyond those asked for: more layers lie on the device when a step ends."""
+    kept_in_lent_room: int = 0
+    """Of the kept layers, as `SchedulePlan` says."""
 
 
 NO_EXTRAS = Extras()
@@ -63,5 +65,10 @@ def choose_extras(
     fewer = [Extras(updated(0)[:count]) for count in range(len(updated(0)), 0, -1)]
     chosen = next((extras for extras in (first_choice if updates else []) + fewer if fits(extras)), NO_EXTRAS)
     most = decoders if kept_layers is None else min(kept_layers, decoders)
-    candidates = (replace(chosen, kept_layers=count) for count in range(most, 0, -1))
-    return next((extras for extras in candidates if fits(extras)), chosen)
+    for count in range(most, 0, -1):
+        shared = range(min(count, decoders // 2) + 1) if chosen.device_updates else range(1)
+        if fits(replace(chosen, kept_layers=count, kept_in_lent_room=shared[-1])):
+            # As few as do: the forward of the first that shares waits until the lent state has gone.
+            candidates = (replace(chosen, kept_layers=count, kept_in_lent_room=layers) for layers in shared)
+            return next(extras for extras in candidates if fits(extras))
+    return chosen

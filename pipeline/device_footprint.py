@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.device_extras import KEPT_SHARE, NO_EXTRAS, Extras
+from pipeline.device_extras import NO_EXTRAS, Extras
 from pipeline.footprint import MIB, Place, Term
 from pipeline.shapes import ComputeShape, StepShape
 from tiers.layout import Buffer, LayerKind, ModelLayout, buffer_types, state_buffers
@@ -49,7 +49,8 @@ def device_terms(
     waiting = sum(model.layers[index].numel for index in holding)
     lent = sum(model.layers[index].numel for index in extras.device_updates)
     state = sum(types[buffer].bytes for buffer in state_buffers(model.precision))
-    kept = extras.kept_layers
+    kept, shared = extras.kept_layers, extras.kept_in_lent_room
+    graph = step.tokens * kept_graph_bytes(compute, weight, compiled, qk_norms=_has_qk_norms(model))
     slots = decoder_slots + extras.extra_slots
     for layer in model.layers:
         if layer.index in holding:
@@ -65,7 +66,12 @@ def device_terms(
         _device("gradient accumulators", summed * 4, "fp32 sums over micro-batches"),
         _device("outgoing gradients", sum(outgoing) * gradient_bytes, "one fills while one leaves"),
         _device("held gradients", waiting * gradient_bytes, f"of {len(holding)} layers, until the norm"),
-        _device("lent optimizer state", lent * state, f"{len(extras.device_updates)} layers are updated here"),
+        _device(
+            "lent optimizer state",
+            max(0, lent * state - shared * graph),
+            f"{len(extras.device_updates)} layers are updated here"
+            + (f", partly in the room of {shared} layers' activations" if shared else ""),
+        ),
         _device("kept weights", kept * decoder * weight, f"the last {kept} layers have slots of their own"),
     ]
     # The ids and rotary tables of two steps: the next one's are made while this one computes.
@@ -75,7 +81,7 @@ def device_terms(
         _device("batch", batch, "token ids, targets, rotary tables of two steps"),
         _device(
             "kept activations",
-            kept * step.tokens * kept_graph_bytes(compute, weight, compiled),
+            kept * graph,
             f"the last {kept} layers are not recomputed",
         ),
         _work_term(compute, step.micro_batch_tokens, decoder, weight, compiled),
@@ -91,13 +97,13 @@ def _work_term(compute: ComputeShape, tokens: int, decoder: int, weight: int, co
 
     A decoder layer's own gradients leave autograd in the weights' type before they are summed in fp32. Of 7B on an
     H200, compiled, 16,384 tokens at a time, 3.3 GiB of the peak were either of the two: `head` measured 4.5 bytes a
-    logit, and the layer then holds at most 0.52 of what it does uncompiled.
+    logit, and the layer then holds at most 0.52 of what it does uncompiled: 0.55 here.
     """
     chunk = min(HEAD_CHUNK_TOKENS, tokens)
     logit_bytes = (5 if compiled else 12) * weight // 2
     head = chunk * compute.vocab_size * logit_bytes + 4 * tokens * compute.hidden_size * weight
     activations = tokens * layer_activation_bytes(compute, weight)
-    layer = (activations * 13 // 20 if compiled else activations) + decoder * weight
+    layer = (activations * 11 // 20 if compiled else activations) + decoder * weight
     if head > layer:
         return _device("head chunk", head, f"logits and their gradient, {chunk:,} tokens at a time")
     return _device("layer at work", layer, f"recompute and backward of {tokens:,} tokens")
@@ -122,18 +128,28 @@ def layer_activation_bytes(compute: ComputeShape, element_bytes: int) -> int:
     return norms + attention + feed_forward
 
 
-def kept_graph_bytes(compute: ComputeShape, element_bytes: int, compiled: bool) -> int:
+def kept_graph_bytes(compute: ComputeShape, element_bytes: int, compiled: bool, *, qk_norms: bool) -> int:
     """Bytes a token of what a decoder layer that is not recomputed keeps from forward to backward, its input left out.
 
-    Compiled it is at most KEPT_SHARE of: gate, up and their product, queries, keys and values before and after their
-    norms, the attention output, both normalised inputs and the middle of the residual stream. Qwen2.5 7B on an H200
-    kept 99,448 bytes; this says 111,821.
+    Compiled within the budget of KEPT_SHARE it is gate and up, rotated queries and keys, values, the attention output
+    and the middle of the residual stream, and in fp32 the logarithm of each head's sum and the scale of each norm:
+    what is dear to compute again. Qwen2.5 7B on an H200 kept 99,448 bytes, which is exactly this sum; it is rounded up
+    by a hundredth. `qk_norms` adds queries and keys before their norms.
     """
     if not compiled:
         return layer_activation_bytes(compute, element_bytes)
-    feed_forward = 3 * compute.experts_per_token * compute.intermediate_size
-    elements = feed_forward + 3 * (compute.query_size + compute.kv_size + compute.hidden_size)
-    return int(KEPT_SHARE * elements * element_bytes)
+    heads, kv_heads = compute.query_size // compute.head_size, compute.kv_size // compute.head_size
+    feed_forward = 2 * compute.experts_per_token * compute.intermediate_size
+    elements = feed_forward + 2 * (compute.query_size + compute.kv_size) + compute.hidden_size
+    scales = heads + 2
+    if qk_norms:
+        elements += compute.query_size + compute.kv_size
+        scales += heads + kv_heads
+    return (elements * element_bytes + 4 * scales) * 101 // 100
+
+
+def _has_qk_norms(model: ModelLayout) -> bool:
+    return any("q_norm" in tensor.name for layer in model.layers for tensor in layer.tensors)
 
 
 def _device(name: str, num_bytes: int, why: str) -> Term:

@@ -6,14 +6,16 @@ would keep the device waiting. The arithmetic is the host kernel's, bit by bit.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from pipeline import adamw
 from pipeline.adamw import OptimizerSettings, Scalars
+from pipeline.errors import DeviceMemoryError
 from pipeline.messages import Lane, StepControl
 from pipeline.optimizer_pool import decay_runs
 from pipeline.spans import SpanRecorder
@@ -27,14 +29,20 @@ class _Lent:
 
     on_host: Mapping[Buffer, torch.Tensor]
     """Flat views of the arena, the weights included."""
-    on_device: Mapping[Buffer, torch.Tensor]
-    """Without the weights: those are in a device slot."""
+    on_device: dict[Buffer, torch.Tensor] = field(default_factory=dict)
+    """Without the weights: those are in a device slot. Empty while nothing is lent."""
+    room: Mark | None = None
+    """When what used the memory before is done with it."""
     arrived: Mark | None = None
     updated: Mark | None = None
 
 
 class LentStates:
-    """Device copies of the state of the layers that are updated there; they have the memory for themselves."""
+    """Device copies of the state of the layers that are updated there.
+
+    They have memory only from `lend` to `release`: layers that keep their graphs from forward to backward have it in
+    between (`SchedulePlan.kept_in_lent_room`).
+    """
 
     def __init__(
         self,
@@ -43,7 +51,7 @@ class LentStates:
         settings: OptimizerSettings | None,
         streams: Streams,
     ) -> None:
-        """Allocate device memory.
+        """Start with nothing lent.
 
         Args:
             model: The layout.
@@ -56,22 +64,20 @@ class LentStates:
         self._settings = settings
         self._streams = streams
         self._runs = {index: decay_runs(model.layers[index]) for index in states}
-        buffers = state_buffers(model.precision)
-        self._lent = {
-            index: _Lent(
-                on_host, {buffer: torch.empty_like(on_host[buffer], device=streams.device) for buffer in buffers}
-            )
-            for index, on_host in states.items()
-        }
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of all of them."""
-        return sum(buffer.nbytes for lent in self._lent.values() for buffer in lent.on_device.values())
+        self._buffers = state_buffers(model.precision)
+        self._lent = {index: _Lent(on_host) for index, on_host in states.items()}
+        self._lock = threading.Lock()
 
     def lend(self, layer: int, spans: SpanRecorder) -> None:
-        """Enqueue the way in of a layer's state. The caller must have seen its last `give_back` return."""
+        """Enqueue the way in of a layer's state. The caller must have released its last one.
+
+        Raises:
+            DeviceMemoryError: The device has no room for it.
+        """
+        self._take_room()
         lent, stream = self._lent[layer], self._streams.to_device
+        assert lent.room is not None
+        stream.wait(lent.room)
         with stream.enqueue(), spans.span(f"lend_state[{layer}]", Lane.H2D, stream, self._state_bytes(layer)):
             for buffer, target in lent.on_device.items():
                 target.copy_(lent.on_host[buffer], non_blocking=True)
@@ -115,6 +121,33 @@ class LentStates:
         lent.updated = None
         return stream.mark()
 
+    def release(self, layer: int) -> None:
+        """Give up the memory of a layer's state. The caller has synchronised with the mark of its `give_back`."""
+        self._lent[layer].on_device = {}
+
+    def _take_room(self) -> None:
+        """Give memory to all layers at once: the later ones would else wait for compute work enqueued meanwhile.
+
+        It comes from the compute stream's pool, where the kept graphs leave it, and what that stream has enqueued so
+        far may still use it.
+        """
+        with self._lock, self._streams.compute.enqueue():
+            without = [lent for lent in self._lent.values() if not lent.on_device]
+            try:
+                for lent in without:
+                    lent.on_device = {
+                        buffer: torch.empty_like(lent.on_host[buffer], device=self._streams.device)
+                        for buffer in self._buffers
+                    }
+            except torch.OutOfMemoryError as error:
+                raise DeviceMemoryError(
+                    f"no device memory for the optimizer state of {len(self._lent)} layers that are updated there "
+                    f"({str(error).splitlines()[0]}); set memory.device_updates = false, or lower memory.gpu_gib"
+                ) from error
+            room = self._streams.compute.mark() if without else None
+            for lent in without:
+                lent.room = room
+
     def _apply(self, layer: int, weights: torch.Tensor, gradient: torch.Tensor, control: StepControl) -> None:
         assert self._settings is not None
         state = self._lent[layer].on_device
@@ -138,7 +171,7 @@ class LentStates:
             )
 
     def _state_bytes(self, layer: int) -> int:
-        return sum(buffer.nbytes for buffer in self._lent[layer].on_device.values())
+        return sum(self._lent[layer].on_host[buffer].nbytes for buffer in self._buffers)
 
 
 def _update(

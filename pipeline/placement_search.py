@@ -211,6 +211,7 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: E
         device_gradients=tuple(home.gradient_on_device for home in homes),
         device_updates=extras.device_updates,
         kept_layers=extras.kept_layers,
+        kept_in_lent_room=extras.kept_in_lent_room,
     )
 
 

@@ -42,6 +42,9 @@ class SchedulePlan:
     kept_layers: int = 0
     """Decoder layers, the last ones, that keep weights and graph on the device from forward to backward: slots of
     their own, no second streaming, no recompute."""
+    kept_in_lent_room: int = 0
+    """Of the kept layers, the last ones whose graphs use the memory of lent state before it comes and after it has
+    gone."""
 
     @property
     def num_layers(self) -> int:
@@ -167,7 +170,12 @@ class _StepBuilder:
             self.stage(layer, Pass.FORWARD)
             if layer < self.plan.head:
                 before = Key(Op.FORWARD, layer - 1) if layer else Key(Op.BEGIN)
-                self.add(Key(Op.FORWARD, layer), after=(Key(Op.STAGE, layer), before), holds=(self._device(layer),))
+                self.add(
+                    Key(Op.FORWARD, layer),
+                    after=(Key(Op.STAGE, layer), before),
+                    after_last=self._returned() if layer == self.plan.head - self.plan.kept_in_lent_room else (),
+                    holds=(self._device(layer),),
+                )
 
     def backward(self, layer: int) -> None:
         above = Key(Op.HEAD) if layer == self.plan.head - 1 else _backward(layer + 1)
@@ -249,13 +257,18 @@ class _StepBuilder:
         """
         lent = self.plan.device_updates
         for rank, layer in enumerate(lent):
-            if min(2 * (len(lent) - rank), self.plan.head - 1) != below:
+            room_is_free = min(self.plan.head - self.plan.kept_in_lent_room, self.plan.head - 1)
+            if min(2 * (len(lent) - rank), room_is_free) != below:
                 continue
             after = (_backward(below),)
             if layer == 0 and not self.plan.tied:
                 # The head may have taken its place.
                 self.stage(layer, Pass.BACKWARD)
             self.add(Key(Op.LEND_STATE, layer), after=after, after_last=(Key(Op.RETURN_STATE, layer),))
+
+    def _returned(self) -> tuple[Key, ...]:
+        """The last step's lent state is gone."""
+        return tuple(Key(Op.RETURN_STATE, layer) for layer in self.plan.device_updates)
 
     def update_on_device(self, layer: int) -> None:
         staged = (Key(Op.STAGE, layer, Pass.BACKWARD),) if layer == 0 and not self.plan.tied else ()

@@ -49,6 +49,7 @@ class Case:
     device_gradients: int = 0
     device_updates: tuple[int, ...] = ()
     kept_layers: int = 0
+    kept_in_lent_room: int = 0
 
     def spec(self) -> ModelSpec:
         return load_model_spec(self.config, self.precision)
@@ -77,6 +78,7 @@ class Case:
             device_gradients=tuple(home.gradient_on_device for home in placed),
             device_updates=self.device_updates,
             kept_layers=self.kept_layers,
+            kept_in_lent_room=self.kept_in_lent_room,
         )
         return TierPlan(model, placed, self.gradients or default, self.activation_bytes), schedule
 

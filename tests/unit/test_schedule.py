@@ -26,6 +26,7 @@ def make_plan(
     held: int = 0,
     on_device: int = 0,
     kept: int = 0,
+    sharing: int = 0,
 ) -> SchedulePlan:
     kinds = (LayerKind.EMBEDDING, *[LayerKind.DECODER] * decoders, LayerKind.HEAD)
     slots = tuple(None if kind is not LayerKind.DECODER else index % 2 for index, kind in enumerate(kinds))
@@ -49,6 +50,7 @@ def make_plan(
         gradient_slots=gradients,
         device_gradients=device_gradients,
         kept_layers=min(kept, decoders),
+        kept_in_lent_room=min(sharing, kept, decoders),
         device_updates=tuple(range(min(on_device, decoder_slots + 1, decoders + 1))) if spilled == "none" else (),
     )
 
@@ -63,6 +65,7 @@ plans = st.builds(
     held=st.integers(0, 9),
     on_device=st.integers(0, 4),
     kept=st.integers(0, 7),
+    sharing=st.integers(0, 7),
 ) | st.builds(
     make_plan,
     decoders=st.integers(1, 7),
@@ -88,6 +91,8 @@ class Machine:
     version: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     """By layer: updates applied, as the arena has it."""
     lent: dict[int, int] = field(default_factory=dict)
+    sharing_graphs: set[int] = field(default_factory=set)
+    """Layers whose graphs lie where lent state does at other times."""
     on_disk: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     log: Counter[str] = field(default_factory=Counter)
 
@@ -105,6 +110,9 @@ class Machine:
     def run(self, step: int, key: Key) -> None:
         layer, plan = key.layer, self.plan
         self.log[f"{key}"] += 1
+        if key.op in (Op.FORWARD, Op.BACKWARD) and layer >= plan.head - plan.kept_in_lent_room:
+            assert not self.lent, f"{key} of step {step} in the room of lent state"
+            (self.sharing_graphs.add if key.op is Op.FORWARD else self.sharing_graphs.remove)(layer)
         match key.op:
             case Op.LOAD_WEIGHTS:
                 self.ram_weights[plan.weight_slot(layer) or 0] = (layer, self.on_disk[layer])
@@ -142,6 +150,7 @@ class Machine:
                     assert self.ram_state[plan.state_slot(layer) or 0] == (layer, step)
             case Op.LEND_STATE:
                 assert self.version[layer] == step
+                assert not self.sharing_graphs, f"{key} of step {step} in the room of kept graphs"
                 self.lent[layer] = step
             case Op.UPDATE_ON_DEVICE:
                 assert self.lent[layer] == step
@@ -151,6 +160,7 @@ class Machine:
                 self.device[self.device_key(layer)] = (layer, step + 1)
             case Op.RETURN_STATE:
                 assert self.device[self.device_key(layer)] == (layer, step + 1)
+                del self.lent[layer]
                 self.version[layer] += 1
             case Op.STORE_STATE:
                 assert self.ram_state[plan.state_slot(layer) or 0] == (layer, step)
