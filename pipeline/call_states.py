@@ -16,6 +16,7 @@ ACTORS = {
     Op.STAGE: "compute",
     Op.FORWARD: "compute",
     Op.HEAD: "compute",
+    Op.RECOMPUTE: "compute",
     Op.EVALUATE: "compute",
     Op.BACKWARD: "compute",
     Op.OFFLOAD: "compute",

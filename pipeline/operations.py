@@ -24,6 +24,8 @@ class Op(StrEnum):
     """Every micro-batch through the layer; keeps the layer's inputs."""
     HEAD = "head"
     """Final norm, LM head and cross-entropy in token chunks, forward and backward at once."""
+    RECOMPUTE = "recompute"
+    """Forward once more through a layer whose input is at hand, for the backward of the next, whose input is not."""
     BACKWARD = "backward"
     """Recompute and backward for every micro-batch; gradients summed in fp32 on the device."""
     OFFLOAD = "offload"
@@ -51,9 +53,10 @@ class Op(StrEnum):
 
 
 class Pass(StrEnum):
-    """A layer's weights are streamed once in each pass of a step."""
+    """A layer's weights are streamed at most once in each pass of a step."""
 
     FORWARD = "forward"
+    RECOMPUTE = "recompute"
     BACKWARD = "backward"
 
 
@@ -67,7 +70,7 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         """As the dashboard and `ray timeline` show it."""
         layer = f"[{self.layer}]" if self.layer >= 0 else ""
-        again = "re" if self.pass_ is Pass.BACKWARD and self.op is not Op.BACKWARD else ""
+        again = "re" if self.pass_ is not Pass.FORWARD and self.op in (Op.STAGE, Op.LOAD_WEIGHTS) else ""
         return f"{again}{self.op}{layer}"
 
 
@@ -81,7 +84,7 @@ class Operation:
     after_last: tuple[Key, ...] = ()
     """Operations of the step before that must have returned; void where it had none such."""
     slot: int = -1
-    """Device slot that STAGE fills and FORWARD, HEAD, BACKWARD read."""
+    """Device slot that STAGE fills and FORWARD, HEAD, RECOMPUTE, BACKWARD read."""
 
 
 EMBEDDING_SLOT = -1
