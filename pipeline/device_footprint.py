@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from pipeline.activation_bytes import kept_graph_bytes, work_term
 from pipeline.device_extras import NO_EXTRAS, Extras
 from pipeline.footprint import MIB, Place, Term
 from pipeline.shapes import ComputeShape, StepShape
 from tiers.layout import Buffer, LayerKind, ModelLayout, buffer_types, state_buffers
-
-HEAD_CHUNK_TOKENS = 4096
-"""Tokens whose logits exist at a time."""
 
 
 def device_terms(
@@ -23,6 +21,7 @@ def device_terms(
     held_gradients: int = 0,
     extras: Extras = NO_EXTRAS,
     compiled: bool = True,
+    mlp_chunk_tokens: int = 0,
 ) -> tuple[Term, ...]:
     """Account of device memory at its peak.
 
@@ -37,6 +36,7 @@ def device_terms(
         held_gradients: Layers, the last ones, whose gradients wait on the device for the norm.
         extras: Layers that are updated on the device or not recomputed.
         compiled: Whether templates and the head are compiled: elementwise work is fused and keeps less.
+        mlp_chunk_tokens: Tokens that pass a recomputed layer's feed-forward network at a time; 0 for a micro-batch.
     """
     types = buffer_types(model.precision)
     weight = types[Buffer.WEIGHT].bytes
@@ -50,7 +50,8 @@ def device_terms(
     lent = sum(model.layers[index].numel for index in extras.device_updates)
     state = sum(types[buffer].bytes for buffer in state_buffers(model.precision))
     kept, shared = extras.kept_layers, extras.kept_in_lent_room
-    graph = step.tokens * kept_graph_bytes(compute, weight, compiled, qk_norms=_has_qk_norms(model))
+    graph_bytes = kept_graph_bytes(compute, weight, compiled, qk_norms=_has_qk_norms(model))
+    graph = step.tokens * graph_bytes
     slots = decoder_slots + extras.extra_slots
     for layer in model.layers:
         if layer.index in holding:
@@ -84,7 +85,15 @@ def device_terms(
             kept * graph,
             f"the last {kept} layers are not recomputed",
         ),
-        _work_term(compute, step.micro_batch_tokens, decoder, weight, compiled),
+        work_term(
+            compute,
+            step.micro_batch_tokens,
+            decoder * weight,
+            weight,
+            compiled=compiled,
+            mlp_chunk_tokens=mlp_chunk_tokens,
+            kept_bytes=step.micro_batch_tokens * graph_bytes if kept else 0,
+        ),
     ]
     terms += passing
     terms.append(_device("allocator", sum(term.num_bytes for term in passing) // 25, "4 % of what comes and goes"))
@@ -92,60 +101,10 @@ def device_terms(
     return tuple(term for term in terms if term.num_bytes)
 
 
-def _work_term(compute: ComputeShape, tokens: int, decoder: int, weight: int, compiled: bool) -> Term:
-    """The larger of what the head and what a decoder layer holds while it works.
-
-    A decoder layer's own gradients leave autograd in the weights' type before they are summed in fp32. Of 7B on an
-    H200, compiled, 16,384 tokens at a time, 3.3 GiB of the peak were either of the two: `head` measured 4.5 bytes a
-    logit, and the layer then holds at most 0.52 of what it does uncompiled: 0.55 here.
-    """
-    chunk = min(HEAD_CHUNK_TOKENS, tokens)
-    logit_bytes = (5 if compiled else 12) * weight // 2
-    head = chunk * compute.vocab_size * logit_bytes + 4 * tokens * compute.hidden_size * weight
-    activations = tokens * layer_activation_bytes(compute, weight)
-    layer = (activations * 11 // 20 if compiled else activations) + decoder * weight
-    if head > layer:
-        return _device("head chunk", head, f"logits and their gradient, {chunk:,} tokens at a time")
-    return _device("layer at work", layer, f"recompute and backward of {tokens:,} tokens")
-
-
 CUDA_CONTEXT_BYTES = 1200 * MIB
 
 NOT_IN_TORCH_PEAK = ("allocator", "CUDA context")
 """Terms that `torch.cuda.max_memory_allocated` does not know; the driver's own figure of memory in use does."""
-
-
-def layer_activation_bytes(compute: ComputeShape, element_bytes: int) -> int:
-    """Bytes a token of what a decoder layer keeps between its recomputed forward and its backward, and their gradients.
-
-    Counted on the Hugging Face layers as they are: two RMS norms with fp32 copies, q k v before and after rotation, the
-    attention output, gate, up, their activation and product, and the gradient of the widest of them.
-    """
-    norms = 2 * compute.hidden_size * (2 * 4 + 2 * element_bytes)
-    attention = (4 * compute.query_size + 6 * compute.kv_size + 3 * compute.hidden_size) * element_bytes
-    routed = compute.experts_per_token
-    feed_forward = routed * (6 * compute.intermediate_size + 2 * compute.hidden_size) * element_bytes
-    return norms + attention + feed_forward
-
-
-def kept_graph_bytes(compute: ComputeShape, element_bytes: int, compiled: bool, *, qk_norms: bool) -> int:
-    """Bytes a token of what a decoder layer that is not recomputed keeps from forward to backward, its input left out.
-
-    Compiled within the budget of KEPT_SHARE it is gate and up, rotated queries and keys, values, the attention output
-    and the middle of the residual stream, and in fp32 the logarithm of each head's sum and the scale of each norm:
-    what is dear to compute again. Qwen2.5 7B on an H200 kept 99,448 bytes, which is exactly this sum; it is rounded up
-    by a hundredth. `qk_norms` adds queries and keys before their norms.
-    """
-    if not compiled:
-        return layer_activation_bytes(compute, element_bytes)
-    heads, kv_heads = compute.query_size // compute.head_size, compute.kv_size // compute.head_size
-    feed_forward = 2 * compute.experts_per_token * compute.intermediate_size
-    elements = feed_forward + 2 * (compute.query_size + compute.kv_size) + compute.hidden_size
-    scales = heads + 2
-    if qk_norms:
-        elements += compute.query_size + compute.kv_size
-        scales += heads + kv_heads
-    return (elements * element_bytes + 4 * scales) * 101 // 100
 
 
 def _has_qk_norms(model: ModelLayout) -> bool:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.activation_bytes import kept_graph_bytes
 from pipeline.attention import build_attention_context
-from pipeline.device_footprint import kept_graph_bytes
 from pipeline.families import family_of, load_model_spec, model_layout
 from pipeline.shapes import ComputeShape
 from pipeline.template import LayerTemplate
