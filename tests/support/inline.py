@@ -50,6 +50,7 @@ class Case:
     device_updates: tuple[int, ...] = ()
     kept_layers: int = 0
     kept_in_lent_room: int = 0
+    io_threads: int = 2
 
     def spec(self) -> ModelSpec:
         return load_model_spec(self.config, self.precision)
@@ -108,7 +109,7 @@ class InlineRun:
         tier_plan, self.schedule = case.plans()
         self.tier = ParameterTier(tier_plan)
         handle: TierHandle = self.tier.handle()
-        self.prefetcher = Prefetcher(handle, nvme_dir=case.nvme_dir, threads=2)
+        self.prefetcher = Prefetcher(handle, nvme_dir=case.nvme_dir, threads=case.io_threads)
         self.optimizers = [
             Optimizer(handle, case.optimizer_settings(), part, case.optimizer_actors, case.threads)
             for part in range(case.optimizer_actors)
