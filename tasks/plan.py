@@ -3,7 +3,8 @@
     python -m tasks.plan RECIPE [--hardware FILE] [--json] [--price-per-hour X] [--token-budget N] [--set KEY=VALUE]
 
 The step is the very graph that the run would submit, each operation priced by the rates of the machine. Without
---hardware this machine's memory decides and no time is predicted. Nothing is allocated and no weights are read.
+--hardware this machine's memory decides and no time is predicted. Nothing is allocated, no weights and no data are
+read: the plan needs shapes alone. Data that is not where the recipe says is noted, for tasks.train would refuse it.
 
 Exit status: 0 it fits, 1 it does not fit, 2 the input is refused.
 """
@@ -26,9 +27,12 @@ from pipeline.placement import MemoryBudget, Placement, PlacementError, Placemen
 from pipeline.recipe import Recipe, RecipeError, load_recipe
 from pipeline.recipe_placement import MachineMemory, budget_of, planned_only, request_of, shape_of
 from pipeline.simulate import simulate
+from tasks.data.settings import DataError
+from tasks.data.sources import find_files
 from tasks.plan_advice import advice
 from tasks.plan_report import Plan, TimeFigures, checkpoint_figures
 from tasks.plan_tables import tables
+from tasks.preparation import data_settings
 
 UNLIMITED = MemoryBudget(ram_bytes=2**60, gpu_bytes=2**60)
 
@@ -81,7 +85,7 @@ def make_plan(
         parameters=request.model.num_parameters,
         fits=reason is None,
         reason=reason,
-        note=planned_only(recipe),
+        notes=tuple(note for note in (planned_only(recipe), _missing_data(recipe)) if note),
         placement=placement,
         checkpoints=checkpoint_figures(recipe, placement, free_bytes),
         time=None if reason else _time(recipe, placement, request, hardware, price_per_hour, token_budget),
@@ -108,6 +112,17 @@ def _time(
         price_per_hour=price_per_hour,
         endurance_tb=hardware.nvme.endurance_tb if hardware.nvme is not None else 0.0,
     )
+
+
+def _missing_data(recipe: Recipe) -> str | None:
+    """Why no file of the recipe's data is found; None where all paths name some. Looks at names only."""
+    try:
+        for settings in data_settings(recipe):
+            if settings is not None:
+                find_files(settings)
+    except DataError as error:
+        return f"{error}; tasks.train refuses that"
+    return None
 
 
 def _free_bytes(directory: Path) -> int:

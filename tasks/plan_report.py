@@ -102,8 +102,8 @@ class Plan:
     placement: Placement
     """Where it does not fit, the placement of a machine with enough of everything."""
     checkpoints: CheckpointFigures
-    note: str | None
-    """What keeps this model from being trained although it can be planned."""
+    notes: tuple[str, ...]
+    """What keeps the recipe from being trained although it can be planned: the model's family, data that is not there."""
     time: TimeFigures | None
     """None where the machine's rates are not known, or the model does not fit."""
 
@@ -116,7 +116,7 @@ class Plan:
             "parameters": self.parameters,
             "fits": self.fits,
             "reason": self.reason,
-            "note": self.note,
+            "notes": list(self.notes),
             "terms": [asdict(term) for term in self.placement.terms],
             "total_bytes": {place.value: self.placement.used(place) for place in Place},
             "budget_bytes": asdict(self.placement.budget),

@@ -21,8 +21,7 @@ def tables(plan: Plan) -> str:
         f"{plan.recipe} on {plan.machine}: {shown_count(plan.parameters)} parameters",
         f"fits: {'yes' if plan.fits else 'NO'}",
     ]
-    if plan.note:
-        lines.append(f"note: {plan.note}")
+    lines += [f"note: {note}" for note in plan.notes]
     if plan.reason:
         lines.append(plan.reason)
         lines.append("\nOn a machine with enough of everything it would take:")

@@ -70,6 +70,7 @@ def prepare(recipe: Recipe) -> Preparation:
             device="cuda" if machine.cuda else "cpu",
             decoder_slots=placement.schedule.decoder_slots,
             kept_layers=placement.schedule.kept_layers,
+            mlp_chunk_tokens=placement.mlp_chunk_tokens,
             device_updates=placement.schedule.device_updates,
             optimizer=adamw,
             compile=recipe.train.compile and machine.cuda,
@@ -108,22 +109,8 @@ def open_data(recipe: Recipe, spec: ModelSpec, say: Callable[[str], None]) -> Da
     Raises:
         DataError: It cannot be read, or holds what the model cannot take.
     """
-    data, train = recipe.data, recipe.train
-    settings = DataSettings(
-        paths=tuple(map(Path, data.path)),
-        format=data.format,
-        text_field=data.text_field,
-        tokenizer=str(data.tokenizer),
-        append_eos=data.append_eos,
-        input_ids_column=data.columns.input_ids,
-        labels_column=data.columns.labels,
-        on_bad_row=data.on_bad_row,
-        long_documents=data.long_documents,
-        shuffle=data.shuffle,
-        eval_fraction=data.eval_fraction or 0.0,
-        suffixes=data.suffixes,
-    )
-    cache_dir = data.cache_dir or recipe.run.dir / "data"
+    train = recipe.train
+    cache_dir = recipe.data.cache_dir or recipe.run.dir / "data"
 
     def opened(settings: DataSettings) -> PackedDataset:
         return open_dataset(
@@ -135,8 +122,29 @@ def open_data(recipe: Recipe, spec: ModelSpec, say: Callable[[str], None]) -> Da
             progress=say,
         )
 
+    settings, of_held_out = data_settings(recipe)
     training = opened(settings)
-    held_out = training.held_out
-    if data.eval_path is not None:
-        held_out = opened(dataclasses.replace(settings, paths=tuple(map(Path, data.eval_path)), shuffle=False))
-    return Data(training, held_out)
+    return Data(training, opened(of_held_out) if of_held_out is not None else training.held_out)
+
+
+def data_settings(recipe: Recipe) -> tuple[DataSettings, DataSettings | None]:
+    """What the recipe says of the data to train on, and of data held out that has paths of its own."""
+    data = recipe.data
+    training = DataSettings(
+        paths=tuple(map(Path, data.path)),
+        format=data.format,
+        text_field=data.text_field,
+        tokenizer=str(data.tokenizer),
+        append_eos=data.append_eos,
+        input_ids_column=data.columns.input_ids,
+        labels_column=data.columns.labels or None,
+        on_bad_row=data.on_bad_row,
+        long_documents=data.long_documents,
+        shuffle=data.shuffle,
+        eval_fraction=data.eval_fraction or 0.0,
+        suffixes=data.suffixes,
+    )
+    if data.eval_path is None:
+        return training, None
+    paths = tuple(map(Path, data.eval_path))
+    return training, dataclasses.replace(training, paths=paths, shuffle=False, key="data.eval_path")

@@ -82,7 +82,7 @@ class _Columns:
             return _Columns([settings.text_field], tokens=False, labels=None)
         raise DataError(
             f"{path} has neither a column {ids!r} of token ids nor a column {settings.text_field!r} of text; "
-            f"it has {', '.join(schema.names)}. Set data.input_ids_column or data.text_field"
+            f"it has {', '.join(schema.names)}. Set data.columns.input_ids or data.text_field"
         )
 
 

@@ -131,7 +131,7 @@ def shorten(
         raise DataError(
             f"{cache.place(int(documents.record[worst]))}: {TRUNCATED_AWAY} to {sequence_length} of "
             f"{documents.length[worst]} tokens ({lost.sum()} such rows); raise train.sequence_length, or leave such "
-            'rows out: on_bad_row = "skip"'
+            'rows out: data.on_bad_row = "skip"'
         )
     kept = Documents(
         documents.record, documents.start, length, documents.label_start, supervised, documents.checksum

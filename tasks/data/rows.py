@@ -81,7 +81,9 @@ class RowTally:
         """
         if self.on_bad_row == "error":
             found = f" ({detail})" if detail else ""
-            raise DataError(f'{place}: {reason}{found}; correct the row, or leave such rows out: on_bad_row = "skip"')
+            raise DataError(
+                f'{place}: {reason}{found}; correct the row, or leave such rows out: data.on_bad_row = "skip"'
+            )
         self.dropped[reason] += 1
 
     def drop(self, reason: str) -> None:

@@ -53,10 +53,12 @@ class DataSettings:
     """Part of the documents held out, chosen by content and seed, so that equal documents stay on one side."""
     suffixes: tuple[str, ...] = ()
     """Patterns of file names to take from directories, e.g. `*.py`. Empty: the extensions of the format."""
+    key: str = "data.path"
+    """The recipe's key that `paths` came from, for messages."""
 
     def __post_init__(self) -> None:
         if not self.paths:
-            raise DataError("data.path names nothing: give a file, a directory or a glob")
+            raise DataError(f"{self.key} names nothing: give a file, a directory or a glob")
         _check_choice("format", self.format, get_args(DataFormat))
         _check_choice("on_bad_row", self.on_bad_row, get_args(OnBadRow))
         _check_choice("long_documents", self.long_documents, get_args(LongDocuments))

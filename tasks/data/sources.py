@@ -57,8 +57,8 @@ def _expand(path: Path, settings: DataSettings) -> list[Path]:
         matches = sorted(Path(name) for name in names if Path(name).is_file())
         if matches:
             return matches
-        raise DataError(f"data.path {path} matches no file (searched from {Path.cwd()})")
-    raise DataError(f"data.path {path} does not exist (searched from {Path.cwd()})")
+        raise DataError(f"{settings.key} {path} matches no file")
+    raise DataError(f"{settings.key} {path} does not exist")
 
 
 def _files_below(directory: Path, settings: DataSettings) -> list[Path]:
@@ -77,7 +77,7 @@ def _files_below(directory: Path, settings: DataSettings) -> list[Path]:
     if not files:
         others = f"; it holds {', '.join(sorted(seen_extensions)[:8])}" if seen_extensions else "; it is empty"
         raise DataError(
-            f"data.path {directory} holds no file that matches {', '.join(patterns)}{others}. "
+            f"{settings.key} {directory} holds no file that matches {', '.join(patterns)}{others}. "
             'Name what to take with data.suffixes, e.g. ["*.py"]'
         )
     return sorted(files)

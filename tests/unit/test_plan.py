@@ -84,6 +84,20 @@ def test_says_where_weights_moments_and_gradients_of_every_layer_live(capsys: py
     assert "layers, spread" in text
 
 
+def test_data_that_is_not_there_is_noted_and_the_plan_made_all_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    here, recipe = ("--hardware", "h200-measured"), str(RECIPES / "qwen2.5-7b.toml")
+    (tmp_path / "a.txt").write_text("words")
+    status, text = plan(capsys, recipe, *here, "--set", f"data.path={tmp_path}")
+    assert status == 0 and "note:" not in text
+    for key, value in (("path", "nowhere"), ("eval_path", "no*where")):
+        missing = ("--set", f"data.path={tmp_path}", "--set", f"data.{key}={tmp_path}/{value}")
+        status, text = plan(capsys, recipe, *here, *missing)
+        assert status == 0
+        assert f"note: data.{key} {tmp_path}/{value}" in text and "tasks.train refuses that" in text
+
+
 def test_what_does_not_fit_ends_with_1_and_names_a_knob_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "qwen2.5-72b.toml")
     status, text = plan(capsys, recipe, "--hardware", "rtx3090-128gb")
