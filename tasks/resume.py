@@ -69,7 +69,7 @@ def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint
     return ResumePoint.of(directory)
 
 
-def check_data(recipe: Recipe, resume: ResumePoint, data: PackedDataset) -> None:
+def check_data(recipe: Recipe, resume: ResumePoint, data: PackedDataset, say: Callable[[str], None]) -> None:
     """Refuse to go on in other data than the checkpoint's position counts in, unless the recipe accepts a change of it.
 
     Raises:
@@ -77,9 +77,15 @@ def check_data(recipe: Recipe, resume: ResumePoint, data: PackedDataset) -> None
     """
     paths = ", ".join(map(str, recipe.data.path))
     accepted = any(key.startswith("data.") or key in SHAPES_DATA for key in recipe.run.accept_changes)
-    if resume.data_fingerprint not in ("", data.fingerprint) and not accepted:
+    known = resume.data_fingerprint
+    if known == data.fingerprint_without_labels != data.fingerprint:
+        say(
+            f"note: {resume.directory} was written before labels were part of the data's fingerprint: the documents are "
+            "the same, and whether their labels are was not checked"
+        )
+    elif known not in ("", data.fingerprint) and not accepted:
         raise ResumeError(
-            f"{resume.directory} was trained on other documents than {paths} holds now: its place in them would mean "
+            f"{resume.directory} was trained on other documents or labels than {paths} holds now: its place in them would mean "
             "something else. Put the data back, start in another run.dir, or accept it: "
             'run.accept_changes = ["data.path"]'
         )

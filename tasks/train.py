@@ -83,7 +83,7 @@ def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
     directory = held.enter_context(RunDirectory(recipe.run.dir))
     data = open_data(recipe, preparation.spec, say)
     if resume is not None:
-        check_data(recipe, resume, data.training)
+        check_data(recipe, resume, data.training, say)
     launch = Launch(preparation, data, resume, directory)
     _announce(launch)
     return launch

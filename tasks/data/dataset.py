@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.messages import IGNORED, TokenArray
 from tasks.data.documents import Documents, held_out_split, shorten
 from tasks.data.epoch_order import permuted
-from tasks.data.fingerprint import combine, content
+from tasks.data.fingerprint import combine, content, content_without_labels
 from tasks.data.packing import PackingPlan, cut_documents, pack
 from tasks.data.report import DataReport
 from tasks.data.rows import Int64Array
@@ -49,6 +49,8 @@ class PackedDataset:
     shuffle: bool
     fingerprint: str
     """Equal fingerprints give equal batches at equal positions: a checkpoint records it beside the position."""
+    fingerprint_without_labels: str
+    """What the first versions recorded: the same, save that of labels they noticed only a change of their number."""
     held_out: PackedDataset | None = None
     """The documents held out by `eval_fraction`, packed alike, never shuffled."""
 
@@ -128,13 +130,14 @@ def open_dataset(
         raise DataError(f"sequence_length is {sequence_length}; a target needs at least 2 tokens")
     cache = tokenise(settings, vocab_size=vocab_size, cache_dir=cache_dir, report=progress)
     training, held_out = held_out_split(Documents.of(cache), settings.eval_fraction, seed)
-    packing = (content(cache), sequence_length, seed, settings.shuffle, settings.long_documents, settings.eval_fraction)
+    packing = (sequence_length, seed, settings.shuffle, settings.long_documents, settings.eval_fraction)
+    contents = content(cache), content_without_labels(cache)
     eval_dataset = None
     if held_out is not None:
-        eval_dataset = _pack(settings, cache, held_out, sequence_length, seed, False, combine("held out", *packing))
-    return _pack(
-        settings, cache, training, sequence_length, seed, settings.shuffle, combine(*packing), held_out=eval_dataset
-    )
+        names = [combine("held out", each, *packing) for each in contents]
+        eval_dataset = _pack(settings, cache, held_out, sequence_length, seed, False, *names)
+    names = [combine(each, *packing) for each in contents]
+    return _pack(settings, cache, training, sequence_length, seed, settings.shuffle, *names, held_out=eval_dataset)
 
 
 def _pack(
@@ -145,6 +148,7 @@ def _pack(
     seed: int,
     shuffle: bool,
     fingerprint: str,
+    fingerprint_without_labels: str,
     *,
     held_out: PackedDataset | None = None,
 ) -> PackedDataset:
@@ -173,4 +177,15 @@ def _pack(
         padding_tokens=plan.num_sequences * sequence_length - tokens,
         dropped_tokens=num_tokens - tokens,
     )
-    return PackedDataset(cache, documents, plan, report, sequence_length, seed, shuffle, fingerprint, held_out)
+    return PackedDataset(
+        cache,
+        documents,
+        plan,
+        report,
+        sequence_length,
+        seed,
+        shuffle,
+        fingerprint,
+        fingerprint_without_labels,
+        held_out,
+    )

@@ -55,11 +55,25 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
 def content(cache: TokenCache) -> str:
     """Hash the documents, in order, by their checksums: the same wherever the files lie and whenever they were written.
 
-    Of labels only the number of supervised tokens counts.
+    Labels count too, by the checksum that the cache was written with.
     """
+    return _content(cache, cache.header.labels_checksum if cache.header.num_labels else None)
+
+
+def content_without_labels(cache: TokenCache) -> str:
+    """Hash the documents as the first versions did, which counted supervised tokens and did not look at labels.
+
+    Their checkpoints have such a fingerprint; of data without labels it is the same as `content`.
+    """
+    return _content(cache, None)
+
+
+def _content(cache: TokenCache, labels_checksum: int | None) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for column in ("length", "supervised", "checksum"):
         digest.update(cache.documents[column].tobytes())
+    if labels_checksum is not None:
+        digest.update(labels_checksum.to_bytes(4, "little"))
     return digest.hexdigest()
 
 

@@ -29,7 +29,9 @@ from tasks.data.rows import Int64Array, TokenBlock
 from tasks.data.settings import DataError
 from tiers.durable_files import FILE_MODE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: the header has a checksum of the labels."""
+
 UNLABELLED = -1
 """`label_start` of a document that has no labels of its own."""
 
@@ -55,6 +57,8 @@ class CacheHeader:
     num_tokens: int
     num_documents: int
     num_labels: int
+    labels_checksum: int
+    """CRC-32 of labels.bin; 0 where there are none."""
     max_id: int
     """Of ids and labels."""
     tokenizer_vocabulary_size: int
@@ -131,6 +135,7 @@ class CacheWriter:
         self.num_documents = 0
         self.empty_documents = 0
         self._num_labels = 0
+        self._labels_checksum = 0
         self._max_id = -1
         self._open_start = 0
         self._open_checksum = 0
@@ -201,7 +206,9 @@ class CacheWriter:
         running = np.concatenate([[0], np.cumsum(supervised)])
         counts = running[block.offsets[1:]] - running[block.offsets[:-1]]
         records["supervised"] = np.where(block.labelled, counts, records["supervised"])
-        self._labels.write(labels.astype("<i4").tobytes())
+        raw = labels.astype("<i4").tobytes()
+        self._labels_checksum = zlib.crc32(raw, self._labels_checksum)
+        self._labels.write(raw)
         self._num_labels += int(owned.sum())
 
     def publish(
@@ -220,6 +227,7 @@ class CacheWriter:
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
             num_labels=self._num_labels,
+            labels_checksum=self._labels_checksum,
             max_id=self._max_id,
             tokenizer_vocabulary_size=tokenizer_vocabulary_size,
             files=files,

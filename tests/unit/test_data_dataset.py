@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from pathlib import Path
 
@@ -201,6 +202,30 @@ def test_cache_is_reused_until_the_data_change(tmp_path: Path) -> None:
     assert first.fingerprint == open_path(tmp_path, path).fingerprint != again.fingerprint
     path.write_text("jello")  # same size, perhaps the same time
     assert whole(open_path(tmp_path, path)).input_ids[0, 0, 0] == ord("j")
+
+
+def test_changed_labels_of_the_same_number_change_the_fingerprint(tmp_path: Path) -> None:
+    """A resume would go on in other targets. Labels that are not read do not count."""
+    rows = [[10, 11, 12, 13], [20, 21, 22]]
+    answers: list[list[list[int] | None]] = [[[IGNORED, IGNORED, 12, 13], None], [[IGNORED, 11, IGNORED, 13], None]]
+    first, other = (open_rows(tmp_path, rows, labels) for labels in answers)
+    assert first.report.supervised_tokens == other.report.supervised_tokens
+    assert first.fingerprint != other.fingerprint
+    assert first.fingerprint_without_labels == other.fingerprint_without_labels
+    assert open_rows(tmp_path, rows, answers[0]).fingerprint == first.fingerprint
+    unread, unlabelled = (open_rows(tmp_path, rows, labels, labels_column=None) for labels in (answers[0], None))
+    assert unread.fingerprint == unlabelled.fingerprint == unlabelled.fingerprint_without_labels
+
+
+def test_a_cache_without_a_checksum_of_its_labels_is_written_anew(tmp_path: Path) -> None:
+    rows = [[10, 11, 12, 13]]
+    first = open_rows(tmp_path, rows, [[IGNORED, 11, 12, 13]])
+    (header,) = (tmp_path / "cache").glob("*/header.json")
+    fields = json.loads(header.read_text())
+    del fields["labels_checksum"]
+    header.write_text(json.dumps(fields | {"format_version": 1}))
+    assert open_rows(tmp_path, rows, [[IGNORED, 11, 12, 13]]).fingerprint == first.fingerprint
+    assert json.loads(header.read_text())["labels_checksum"]
 
 
 def test_damaged_and_abandoned_caches_are_replaced(tmp_path: Path) -> None:

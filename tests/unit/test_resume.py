@@ -1,0 +1,70 @@
+"""Where a run goes on is checked against the data that it was trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.messages import IGNORED
+from pipeline.recipe import Recipe, parse_recipe
+from tasks.checkpointing import Progress
+from tasks.data.dataset import PackedDataset, open_dataset
+from tasks.preparation import data_settings
+from tasks.resume import ResumeError, ResumePoint, check_data
+
+ROWS = [[10, 11, 12, 13], [20, 21, 22, 23]]
+THEN = [[IGNORED, 11, IGNORED, 13], [IGNORED, 21, 22, 23]]
+NOW = [[IGNORED, IGNORED, 12, 13], [IGNORED, 21, 22, 23]]
+
+
+def recipe(tmp_path: Path, *accepted: str) -> Recipe:
+    text = f"""
+    run = {{ name = "r", dir = "{tmp_path}/run", accept_changes = {list(accepted)} }}
+    model.config = {{ model_type = "llama" }}
+    data.path = "{tmp_path}/data.parquet"
+    train = {{ steps = 1, sequence_length = 4, sequences_per_step = 1 }}
+    """
+    return parse_recipe(text, "recipe")
+
+
+def dataset(tmp_path: Path, labels: list[list[int]]) -> PackedDataset:
+    pq.write_table(pa.table({"input_ids": ROWS, "labels": labels}), tmp_path / "data.parquet")
+    settings, _ = data_settings(recipe(tmp_path))
+    return open_dataset(settings, sequence_length=4, seed=0, vocab_size=100, cache_dir=tmp_path / "cache")
+
+
+def trained_on(fingerprint: str, tmp_path: Path) -> ResumePoint:
+    return ResumePoint(tmp_path / "run/checkpoints/step-000001", replace(Progress(), step=1), fingerprint)
+
+
+def test_changed_labels_of_the_same_number_are_refused_and_may_be_accepted(tmp_path: Path) -> None:
+    before, data, said = dataset(tmp_path, THEN), dataset(tmp_path, NOW), list[str]()
+    resume = trained_on(before.fingerprint, tmp_path)
+    with pytest.raises(ResumeError, match="other documents or labels"):
+        check_data(recipe(tmp_path), resume, data, said.append)
+    check_data(recipe(tmp_path, "data.path"), resume, data, said.append)
+    check_data(recipe(tmp_path), trained_on(data.fingerprint, tmp_path), data, said.append)
+    assert not said
+
+
+def test_a_checkpoint_that_knows_nothing_of_labels_goes_on_and_says_so(tmp_path: Path) -> None:
+    data, said = dataset(tmp_path, NOW), list[str]()
+    check_data(recipe(tmp_path), trained_on(data.fingerprint_without_labels, tmp_path), data, said.append)
+    assert len(said) == 1 and "labels" in said[0] and "not checked" in said[0]
+
+
+def test_an_empty_name_of_the_labels_column_reads_no_labels(tmp_path: Path) -> None:
+    dataset(tmp_path, NOW)
+    text = f"""
+    run = {{ name = "r", dir = "{tmp_path}/run" }}
+    model.config = {{ model_type = "llama" }}
+    data = {{ path = "{tmp_path}/data.parquet", columns = {{ labels = "" }} }}
+    train = {{ steps = 1, sequence_length = 4, sequences_per_step = 1 }}
+    """
+    settings, _ = data_settings(parse_recipe(text, "recipe"))
+    data = open_dataset(settings, sequence_length=4, seed=0, vocab_size=100, cache_dir=tmp_path / "cache")
+    assert data.report.supervised_tokens == 6
