@@ -103,7 +103,7 @@ class Plan:
     """Where it does not fit, the placement of a machine with enough of everything."""
     checkpoints: CheckpointFigures
     notes: tuple[str, ...]
-    """What keeps the recipe from being trained although it can be planned: the model's family, data that is not there."""
+    """What keeps the recipe from being trained although it can be planned: its family, data that is not there."""
     time: TimeFigures | None
     """None where the machine's rates are not known, or the model does not fit."""
 

@@ -80,13 +80,13 @@ def check_data(recipe: Recipe, resume: ResumePoint, data: PackedDataset, say: Ca
     known = resume.data_fingerprint
     if known == data.fingerprint_without_labels != data.fingerprint:
         say(
-            f"note: {resume.directory} was written before labels were part of the data's fingerprint: the documents are "
-            "the same, and whether their labels are was not checked"
+            f"note: {resume.directory} was written before labels were part of the data's fingerprint: the documents "
+            "are the same, and whether their labels are was not checked"
         )
     elif known not in ("", data.fingerprint) and not accepted:
         raise ResumeError(
-            f"{resume.directory} was trained on other documents or labels than {paths} holds now: its place in them would mean "
-            "something else. Put the data back, start in another run.dir, or accept it: "
+            f"{resume.directory} was trained on other documents or labels than {paths} holds now: its place in them "
+            "would mean something else. Put the data back, start in another run.dir, or accept it: "
             'run.accept_changes = ["data.path"]'
         )
     sequence = resume.progress.position.sequence
