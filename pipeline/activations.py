@@ -45,14 +45,18 @@ class Boundaries:
         self._room_read: Mark | None = None
         self._kept: dict[tuple[int, int], _Boundary] = {}
 
-    def keep(self, step: int, layer: int, tensors: MicroBatches, *, may_spill: bool = True) -> None:
+    def keep(self, step: int, layer: int, tensors: MicroBatches, *, piece: int | None = None) -> None:
         """Take over the inputs of a layer, whose making is enqueued on the compute stream.
 
-        Spilling is for decoder layers: layer l takes the l-th piece of the room, while there is one.
+        Args:
+            step: Of which they are.
+            layer: Whose inputs.
+            tensors: The inputs.
+            piece: Number of the piece of the room to spill to, should it reach so far; None for inputs that stay.
         """
         assert (step, layer) not in self._kept
         boundary = self._kept[step, layer] = _Boundary(tensors)
-        boundary.places = self._places(layer, tensors) if may_spill else []
+        boundary.places = [] if piece is None else self._places(piece, tensors)
         if not boundary.places:
             return
         stream = self._streams.to_host
@@ -67,8 +71,12 @@ class Boundaries:
             boundary.spilled = stream.mark()
 
     def read(self, step: int, layer: int) -> MicroBatches:
-        """The inputs of a layer, for its forward: still on the device, and still kept."""
-        return self._kept[step, layer].tensors
+        """Give the inputs of a layer to work on the compute stream; they are kept on."""
+        self.prefetch(step, layer)
+        boundary = self._kept[step, layer]
+        if boundary.fetched is not None:
+            self._streams.compute.wait(boundary.fetched)
+        return boundary.tensors
 
     def leave(self, step: int, layer: int) -> None:
         """After a layer's forward: give up the device's copy of what is on the host."""
@@ -95,17 +103,15 @@ class Boundaries:
 
     def take(self, step: int, layer: int) -> MicroBatches:
         """Hand the inputs of a layer over to its last reader on the compute stream; they are kept no longer."""
-        self.prefetch(step, layer)
-        boundary = self._kept.pop((step, layer))
-        if boundary.fetched is not None:
-            self._streams.compute.wait(boundary.fetched)
-        return boundary.tensors
+        tensors = self.read(step, layer)
+        del self._kept[step, layer]
+        return tensors
 
-    def _places(self, layer: int, tensors: MicroBatches) -> MicroBatches:
+    def _places(self, piece: int, tensors: MicroBatches) -> MicroBatches:
         """Views of the room shaped like a decoder layer's inputs; none where there is no room."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        start = (layer - 1) * num_bytes
-        if self._room is None or layer < 1 or start + num_bytes > self._room.nbytes:
+        start = piece * num_bytes
+        if self._room is None or start + num_bytes > self._room.nbytes:
             return []
         places: MicroBatches = []
         for tensor in tensors:

@@ -105,6 +105,11 @@ class Compute:
         self._passes.head(step, slot)
 
     @ray.method(concurrency_group="compute")
+    def recompute(self, step: int, layer: int, slot: int, *after: object) -> None:
+        """Pass every micro-batch through a layer once more; the backward of the next one needs what comes out."""
+        self._passes.recompute(step, layer, slot)
+
+    @ray.method(concurrency_group="compute")
     def backward(self, step: int, layer: int, slot: int, *after: object) -> None:
         """Go back through a layer for every micro-batch; its summed gradient is then ready for `offload`."""
         self._passes.backward(step, layer, slot)

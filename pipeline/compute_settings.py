@@ -29,6 +29,8 @@ class ComputeSettings:
     """Most tokens that pass the feed-forward network of a recomputed layer at once; 0 for a whole micro-batch."""
     kept_layers: int = 0
     """Decoder layers, the last ones, that keep weights and graph from forward to backward."""
+    boundary_every: int = 1
+    """Of the recomputed decoder layers one in so many keeps its input for the backward."""
     device_updates: tuple[int, ...] = ()
     """Layers that are updated on the device, in the slots that they lie in when a step ends. Only with clipping."""
     optimizer: OptimizerSettings | None = None
@@ -43,7 +45,7 @@ class ComputeSettings:
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
-        for name in ("decoder_slots", "outgoing_buffers", "head_chunk_tokens", "threads"):
+        for name in ("decoder_slots", "outgoing_buffers", "head_chunk_tokens", "boundary_every", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mlp_chunk_tokens < 0:

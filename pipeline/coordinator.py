@@ -167,6 +167,8 @@ class Coordinator:
                 return [compute.head.options(name=name).remote(step, slot, *after)]
             case Op.EVALUATE:
                 return [compute.evaluate_head.options(name=name).remote(step, slot, *after)]
+            case Op.RECOMPUTE:
+                return [compute.recompute.options(name=name).remote(step, layer, slot, *after)]
             case Op.BACKWARD:
                 return [compute.backward.options(name=name).remote(step, layer, slot, *after)]
             case Op.OFFLOAD:

@@ -76,7 +76,7 @@ class StreamingOrder:
             # this a copy.
             return graph.add(key, after_last=(Key(Op.UPDATE_ON_DEVICE, layer),))
         after: tuple[Key, ...] = ()
-        after_last = (Key(Op.UPDATE, layer),) if pass_ is Pass.FORWARD else ()
+        after_last: tuple[Key, ...] = (Key(Op.UPDATE, layer),) if pass_ is Pass.FORWARD else ()
         if layer in plan.device_updates:
             after_last += (Key(Op.RETURN_STATE, layer),)
         ram_slot = plan.weight_slot(layer)

@@ -113,7 +113,7 @@ def test_spilled_activations_come_back_bit_equal_behind_slow_work() -> None:
                 torch.cuda._sleep(SPIN_CYCLES // 20)
                 x = torch.randn(1 << 18, device=cuda())
                 kept[layer] = x.sum(dtype=torch.float64)
-                boundaries.keep(step, layer, [x])
+                boundaries.keep(step, layer, [x], piece=layer - 1)
                 del x
                 boundaries.leave(step, layer)
                 # What would be handed the memory of x if nothing held it.

@@ -49,6 +49,7 @@ class Case:
     device_gradients: int = 0
     device_updates: tuple[int, ...] = ()
     kept_layers: int = 0
+    boundary_every: int = 1
     kept_in_lent_room: int = 0
     io_threads: int = 2
 
@@ -79,6 +80,7 @@ class Case:
             device_gradients=tuple(home.gradient_on_device for home in placed),
             device_updates=self.device_updates,
             kept_layers=self.kept_layers,
+            boundary_every=self.boundary_every,
             kept_in_lent_room=self.kept_in_lent_room,
         )
         return TierPlan(model, placed, self.gradients or default, self.activation_bytes), schedule
@@ -94,6 +96,7 @@ class Case:
             head_chunk_tokens=self.head_chunk_tokens,
             device_updates=self.device_updates,
             kept_layers=self.kept_layers,
+            boundary_every=self.boundary_every,
             optimizer=self.optimizer_settings(),
         )
 
@@ -136,6 +139,8 @@ class InlineRun:
                     self.compute.forward(step, layer, slot)
                 case Op.HEAD:
                     self.compute.head(step, slot)
+                case Op.RECOMPUTE:
+                    self.compute.recompute(step, layer, slot)
                 case Op.BACKWARD:
                     self.compute.backward(step, layer, slot)
                 case Op.OFFLOAD:

@@ -35,9 +35,9 @@ def test_spilled_boundaries_return_bit_equal_and_free_the_device_between() -> No
     for step in (0, 1):
         kept = {layer: micro_batches(10 * step + layer) for layer in (1, 2, 3)}
         for layer, tensors in kept.items():
-            boundaries.keep(step, layer, list(tensors))
+            boundaries.keep(step, layer, list(tensors), piece=layer - 1)
             boundaries.leave(step, layer)
-        assert not boundaries.read(step, 1) and not boundaries.read(step, 2)
+        assert not boundaries._kept[step, 1].tensors and not boundaries._kept[step, 2].tensors
         assert boundaries.read(step, 3) == kept[3], "no room for a third: it stays on the device"
         for layer in (3, 2, 1):
             taken = boundaries.take(step, layer)
@@ -48,7 +48,7 @@ def test_spilled_boundaries_return_bit_equal_and_free_the_device_between() -> No
 def test_evaluation_leaves_the_room_to_the_step_in_training() -> None:
     room = torch.zeros(BOUNDARY_BYTES, dtype=torch.uint8)
     boundaries = Boundaries(open_streams(CPU), room)
-    boundaries.keep(-1, 1, micro_batches(0), may_spill=False)
+    boundaries.keep(-1, 1, micro_batches(0))
     assert not room.any()
     assert len(boundaries.take(-1, 1)) == 2
 

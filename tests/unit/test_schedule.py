@@ -27,6 +27,7 @@ def make_plan(
     on_device: int = 0,
     kept: int = 0,
     sharing: int = 0,
+    every: int = 1,
 ) -> SchedulePlan:
     kinds = (LayerKind.EMBEDDING, *[LayerKind.DECODER] * decoders, LayerKind.HEAD)
     slots = tuple(None if kind is not LayerKind.DECODER else index % 2 for index, kind in enumerate(kinds))
@@ -50,6 +51,7 @@ def make_plan(
         gradient_slots=gradients,
         device_gradients=device_gradients,
         kept_layers=min(kept, decoders),
+        boundary_every=every,
         kept_in_lent_room=min(sharing, kept, decoders),
         device_updates=tuple(range(min(on_device, decoder_slots + 1, decoders + 1))) if spilled == "none" else (),
     )
@@ -66,6 +68,7 @@ plans = st.builds(
     on_device=st.integers(0, 4),
     kept=st.integers(0, 7),
     sharing=st.integers(0, 7),
+    every=st.integers(1, 4),
 ) | st.builds(
     make_plan,
     decoders=st.integers(1, 7),
@@ -75,6 +78,7 @@ plans = st.builds(
     spilled=st.sampled_from(["none", "state", "weights"]),
     ring=st.sampled_from([0, 2, 3]),
     kept=st.integers(0, 7),
+    every=st.integers(1, 4),
 )
 
 
@@ -94,6 +98,8 @@ class Machine:
     sharing_graphs: set[int] = field(default_factory=set)
     """Layers whose graphs lie where lent state does at other times."""
     on_disk: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    inputs: dict[int, int] = field(default_factory=dict)
+    """By layer whose input is on the device: the step."""
     log: Counter[str] = field(default_factory=Counter)
 
     def device_key(self, layer: int) -> int:
@@ -125,9 +131,16 @@ class Machine:
                     content = self.ram_weights[plan.weight_slot(layer) or 0]
                 assert content == (layer, step), f"{key} of step {step} streams {content}"
                 self.device[self.device_key(layer)] = content
-            case Op.FORWARD | Op.BACKWARD if layer > 0 or key.op is Op.FORWARD:
+            case Op.FORWARD | Op.RECOMPUTE | Op.BACKWARD if layer > 0 or key.op is Op.FORWARD:
                 assert self.device[self.device_key(layer)] == (layer, step), f"{key} of step {step}"
+                assert layer == 0 or self.inputs[layer] == step, f"{key} of step {step} has no input"
+                if key.op is Op.BACKWARD or (key.op is Op.FORWARD and not plan.groups.keeps_input(layer)):
+                    self.inputs.pop(layer, None)
+                if key.op is not Op.BACKWARD:
+                    assert layer + 1 not in self.inputs
+                    self.inputs[layer + 1] = step
             case Op.HEAD:
+                assert self.inputs.pop(plan.head) == step
                 layer = plan.head
                 assert self.device[self.device_key(layer)] == (layer, step)
                 if plan.tied:
@@ -235,6 +248,36 @@ def test_a_layer_that_keeps_its_graph_is_streamed_once_into_a_slot_of_its_own() 
     assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.BACKWARD] == [2, 1]
 
 
+def names_of(plan: SchedulePlan, *ops: Op) -> list[str]:
+    return [str(operation.key) for operation in build_step(plan) if operation.key.op in ops]
+
+
+def test_a_group_of_layers_is_made_again_from_its_kept_input_and_its_weights_cross_once_for_both() -> None:
+    plan = make_plan(decoders=8, decoder_slots=4, every=3)
+    assert [layer for layer in range(1, 9) if plan.groups.keeps_input(layer)] == [1, 4, 7, 8]
+    assert names_of(plan, Op.RECOMPUTE, Op.BACKWARD)[:7] == [
+        *("backward[8]", "backward[7]", "recompute[4]", "recompute[5]", "backward[6]", "backward[5]", "backward[4]")
+    ]
+    # Layers 5 to 8 still lie in the four slots when the backward begins.
+    assert names_of(plan, Op.STAGE)[10:] == ["restage[4]", "restage[1]", "restage[2]", "restage[3]"]
+
+
+def test_a_group_larger_than_the_slots_streams_again_what_was_overwritten_and_no_more() -> None:
+    plan = make_plan(decoders=8, decoder_slots=2, every=4)
+    assert names_of(plan, Op.STAGE)[10:] == [
+        *(
+            "restage[6]",
+            "restage[5]",
+            "restage[1]",
+            "restage[2]",
+            "restage[3]",
+            "restage[4]",
+            "restage[2]",
+            "restage[1]",
+        )
+    ]
+
+
 def test_a_gradient_on_the_device_leaves_between_the_norm_and_its_update() -> None:
     names = [str(operation.key) for operation in build_step(make_plan(held=3))]
     for layer in (3, 4, 5):
@@ -272,6 +315,7 @@ def test_operations_are_named_as_a_reader_of_the_timeline_expects() -> None:
     assert str(Key(Op.FORWARD, 17)) == "forward[17]"
     assert str(Key(Op.BACKWARD, 17, Pass.BACKWARD)) == "backward[17]"
     assert str(Key(Op.STAGE, 17, Pass.BACKWARD)) == "restage[17]"
+    assert str(Key(Op.RECOMPUTE, 17, Pass.RECOMPUTE)) == "recompute[17]"
     assert str(Key(Op.NORM)) == "norm"
 
 
