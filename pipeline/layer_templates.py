@@ -30,14 +30,12 @@ class LayerTemplates:
             compile: As `LayerTemplate` has it.
             factor_weights: Likewise.
             mlp_chunk_tokens: Likewise.
-            mlp_chunk_tokens: Likewise.
         """
         self._family = family
         self._model = model
         self._slots = slots
         self._compile = compile
         self._factor_weights = factor_weights
-        self._mlp_chunk_tokens = mlp_chunk_tokens
         self._mlp_chunk_tokens = mlp_chunk_tokens
         self._made: dict[tuple[int, object], LayerTemplate] = {}
 
@@ -52,7 +50,6 @@ class LayerTemplates:
                 self._slots.buffer(slot),
                 compile=self._compile,
                 factor_weights=self._factor_weights,
-                mlp_chunk_tokens=self._mlp_chunk_tokens,
                 mlp_chunk_tokens=self._mlp_chunk_tokens,
             )
         return self._made[key]

@@ -62,7 +62,6 @@ class Passes:
             # Only there a product of 16-bit matrices can end in fp32.
             factor_weights=streams.device.type == "cuda",
             mlp_chunk_tokens=settings.mlp_chunk_tokens,
-            mlp_chunk_tokens=settings.mlp_chunk_tokens,
         )
         head = model.layers[-1].index
         self._kept = KeptLayers(head, settings.kept_layers)
