@@ -6,8 +6,8 @@ rounding where the pipeline says it has one.
 
 from __future__ import annotations
 
+import json
 import math
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from tiers.layout import Precision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
-RECIPE = Path(__file__).parents[2] / "tasks" / "recipes" / "bench" / "qwen2.5-0.5b.toml"
+SHAPE = Path(__file__).parents[2] / "tasks" / "recipes" / "bench" / "shapes" / "qwen2.5-0.5b.json"
 STEPS, STEPS_IN_LOCKSTEP = 50, 20
 LIMIT = 1.0
 """Of the gradient norm: it is passed in the first steps."""
@@ -53,7 +53,7 @@ class Curves:
 
 
 def shape() -> dict[str, Any]:
-    config: dict[str, Any] = tomllib.loads(RECIPE.read_text())["model"]["config"]
+    config: dict[str, Any] = json.loads(SHAPE.read_text())
     return config
 
 
