@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from pipeline.coordinator import Coordinator
 from pipeline.messages import DataPosition
 from pipeline.recipe import Recipe, recipe_toml
+from tasks.data.dataset import PackedDataset
 from tiers.checkpoint import CheckpointWriter, begin, prune
 from tiers.errors import TierError
 from tiers.layout import ModelLayout
@@ -60,18 +61,18 @@ class _Pending:
 class Checkpoints:
     """The checkpoints of a run. One at a time is written; it is published once every layer of it is."""
 
-    def __init__(self, recipe: Recipe, model: ModelLayout, data_fingerprint: str, newest_step: int) -> None:
+    def __init__(self, recipe: Recipe, model: ModelLayout, data: PackedDataset, newest_step: int) -> None:
         """Write for a run that starts.
 
         Args:
             recipe: Of the run.
             model: Its layout.
-            data_fingerprint: Of the training data.
+            data: What it trains on.
             newest_step: Of the checkpoint that the run started from; -1 for none.
         """
         self._recipe = recipe
         self._model = model
-        self._data_fingerprint = data_fingerprint
+        self._data = data
         self._newest_step = newest_step
         self._pending: _Pending | None = None
 
@@ -142,7 +143,8 @@ class Checkpoints:
             applied_steps=progress.applied_steps,
             skipped_steps=progress.skipped_steps,
             data_position=SavedPosition(epoch=progress.position.epoch, sequence=progress.position.sequence),
-            data_fingerprint=self._data_fingerprint,
+            data_fingerprint=self._data.fingerprint,
+            bytes_tokenised=self._data.bytes_tokenised,
             seed=self._recipe.run.seed,
             recipe=recipe_toml(self._recipe),
             libraries={name: importlib.metadata.version(name) for name in LIBRARIES},

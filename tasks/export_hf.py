@@ -3,7 +3,8 @@
     python -m tasks.export_hf RUN_OR_CHECKPOINT OUT [--dtype source|bf16|fp16|fp32] [--max-shard-gib 5] [--untie]
 
 Memory stays within one shard. OUT appears whole or not at all. Tied models are written as Hugging Face does, with the
-embedding alone; `--untie` writes the head too, for tools that expect it.
+embedding alone; `--untie` writes the head too, for tools that expect it. The tokenizer that the data was tokenised with
+comes along; a model that was trained on text as bytes has none, and 256, the end of a document, in its config.json.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = ExportSettings(options.dtype, int(options.max_shard_gib * _GIB), options.untie)
     try:
         model = StoredModel.open(options.source)
-        out = export(model, options.out, settings)
+        written = export(model, options.out, settings)
     except (ExportError, CheckpointError, RecipeError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
     except (TierError, OSError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
-    print(f"exported step {model.manifest.facts.step} of {model.directory} to {out}")
+    print(f"exported step {model.manifest.facts.step} of {model.directory} to {written.directory}")
+    print(f"tokenizer: {written.tokenizer}")
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.recipe import Recipe
+from tasks.hf_companions import companion_config, copy_companions
 from tasks.stored_model import ModelTensor, StoredModel
 from tiers.durable_files import new_directory, sync_file
 from tiers.errors import TierError
@@ -27,17 +27,6 @@ HEAD_NAME = "lm_head.weight"
 """Of every supported family."""
 
 CONFIG = "config.json"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
-)
-GENERATION_FILES = ("generation_config.json",)
 _OTHER_BYTES = 64 << 20
 """Room for config and tokenizer files."""
 
@@ -58,16 +47,23 @@ class ExportSettings:
     """Write the head of a tied model too, as a copy of the embedding."""
 
 
-def export(model: StoredModel, out: Path, settings: ExportSettings) -> Path:
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was written."""
+
+    directory: Path
+    """Absolute."""
+    tokenizer: str
+    """Which one it has, or why none, in words."""
+
+
+def export(model: StoredModel, out: Path, settings: ExportSettings) -> Export:
     """Write `model` to `out`, whole or not at all.
 
     Args:
         model: An open checkpoint; every byte of it is verified first.
         out: Must not exist, or be an empty directory.
         settings: Choices of the user.
-
-    Returns:
-        The absolute path of the directory.
 
     Raises:
         ExportError: `out` is taken, the checkpoint is damaged, or the run's source is gone.
@@ -76,7 +72,7 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Path:
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} exists and is not an empty directory; name another one, nothing is overwritten")
-    recipe = model.recipe()
+    recipe, facts = model.recipe(), model.manifest.facts
     config = source_config(recipe)
     dtype = _dtype(settings.dtype, config, model)
     tensors = _named_tensors(model, untie=settings.untie)
@@ -88,14 +84,15 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Path:
     check_free_bytes(out.parent, total_bytes + _OTHER_BYTES)
     with new_directory(out) as partial:
         _write_shards(model, partial, tensors, shards, dtype)
-        written = config | _config_changes(config, dtype, tied=model.tied and not settings.untie)
+        changes = _config_changes(config, dtype, tied=model.tied and not settings.untie)
+        written = config | changes | companion_config(recipe, facts)
         (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
-        _copy_companions(recipe, partial)
+        tokenizer = copy_companions(recipe, facts, partial)
         for path in partial.iterdir():
             path.chmod(0o644)
             sync_file(path)
         partial.chmod(0o755)
-    return out
+    return Export(out, tokenizer)
 
 
 def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
@@ -183,18 +180,3 @@ def _config_changes(config: Mapping[str, object], dtype: torch.dtype, *, tied: b
     if "architectures" not in config:
         changes["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
     return changes
-
-
-def _copy_companions(recipe: Recipe, directory: Path) -> None:
-    """Copy tokenizer files, from where the data's tokenizer came or else the source, and generation settings."""
-    source = recipe.model.source
-    tokenizer = recipe.data.tokenizer if isinstance(recipe.data.tokenizer, Path) else source
-    for origin, patterns in ((tokenizer, TOKENIZER_FILES), (source, GENERATION_FILES)):
-        for path in companion_files(origin, patterns) if origin is not None else ():
-            shutil.copyfile(path, directory / path.name)
-
-
-def companion_files(directory: Path, patterns: Sequence[str]) -> list[Path]:
-    """Files of a model directory beside its tensors, by patterns of their names."""
-    found = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
-    return sorted(found)

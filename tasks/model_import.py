@@ -25,7 +25,8 @@ from pipeline.recipe import (
     recipe_toml,
 )
 from tasks.checkpointing import LIBRARIES
-from tasks.hf_directory import CONFIG, GENERATION_FILES, TOKENIZER_FILES, companion_files
+from tasks.hf_companions import GENERATION_FILES, TOKENIZER_FILES, companion_files
+from tasks.hf_directory import CONFIG
 from tiers.arena import Arena
 from tiers.checkpoint import CheckpointWriter, begin, required_bytes
 from tiers.direct_io import DirectIO

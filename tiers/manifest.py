@@ -48,6 +48,8 @@ class Facts(BaseModel):
     data_position: SavedPosition
     data_fingerprint: str = ""
     """Of the data that the position counts in; empty where there is none."""
+    bytes_tokenised: bool = False
+    """Whether text was trained on as raw bytes, so that no tokenizer of the source belongs to the model."""
     seed: Count
     recipe: str
     """The resolved recipe, TOML."""

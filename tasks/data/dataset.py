@@ -59,6 +59,11 @@ class PackedDataset:
         """Sequences in an epoch, at least 1."""
         return self.plan.num_sequences
 
+    @property
+    def bytes_tokenised(self) -> bool:
+        """Whether it is text as raw bytes, all or in part."""
+        return self.cache.header.bytes_tokenised
+
     def order(self, epoch: int, places: Int64Array) -> Int64Array:
         """Say which sequences stand at places of an epoch. O(places), whatever the epoch."""
         if not self.shuffle:

@@ -30,7 +30,7 @@ from tasks.data.settings import DataError
 from tiers.durable_files import FILE_MODE
 
 FORMAT_VERSION = 2
-"""2: the header has a checksum of the labels."""
+"""2: the header has a checksum of the labels, and tells bytes from other tokens."""
 
 UNLABELLED = -1
 """`label_start` of a document that has no labels of its own."""
@@ -63,6 +63,8 @@ class CacheHeader:
     """Of ids and labels."""
     tokenizer_vocabulary_size: int
     """0 where no text was tokenised."""
+    bytes_tokenised: bool
+    """Whether text was, and every byte is a token."""
     files: tuple[str, ...]
     rows: int
     rows_without_labels: int
@@ -215,6 +217,7 @@ class CacheWriter:
         self,
         *,
         tokenizer_vocabulary_size: int,
+        bytes_tokenised: bool,
         files: tuple[str, ...],
         rows: int,
         rows_without_labels: int,
@@ -230,6 +233,7 @@ class CacheWriter:
             labels_checksum=self._labels_checksum,
             max_id=self._max_id,
             tokenizer_vocabulary_size=tokenizer_vocabulary_size,
+            bytes_tokenised=bytes_tokenised,
             files=files,
             rows=rows,
             rows_without_labels=rows_without_labels,

@@ -17,7 +17,7 @@ from tasks.data.settings import DataError, DataSettings
 from tasks.data.sources import SourceFile, find_files
 from tasks.data.text_rows import read_jsonl_file, read_text_file
 from tasks.data.token_cache import CacheWriter, TokenCache, open_cache, storage_dtype
-from tasks.data.tokenizers import Tokenizer, open_tokenizer
+from tasks.data.tokenizers import BytesTokenizer, Tokenizer, open_tokenizer
 
 BATCH_TEXT_BYTES = 4 << 20
 """Text tokenised in one call: enough for the threads of a fast tokenizer, about 50 MB of ids and lists."""
@@ -83,6 +83,7 @@ class _Tokenisation:
                 raise no_documents(self._settings, self._tally.rows, tuple(self._tally.dropped.items()))
             writer.publish(
                 tokenizer_vocabulary_size=self._tokenizer.vocabulary_size if self._tokenizer else 0,
+                bytes_tokenised=isinstance(self._tokenizer, BytesTokenizer),
                 files=tuple(str(file.path) for file in self._files),
                 rows=self._tally.rows,
                 rows_without_labels=self._tally.rows_without_labels,

@@ -217,6 +217,12 @@ def test_changed_labels_of_the_same_number_change_the_fingerprint(tmp_path: Path
     assert unread.fingerprint == unlabelled.fingerprint == unlabelled.fingerprint_without_labels
 
 
+def test_a_dataset_knows_whether_text_was_read_as_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    assert open_path(tmp_path, tmp_path / "a.txt").bytes_tokenised
+    assert not open_rows(tmp_path, [[10, 11, 12, 13]]).bytes_tokenised
+
+
 def test_a_cache_without_a_checksum_of_its_labels_is_written_anew(tmp_path: Path) -> None:
     rows = [[10, 11, 12, 13]]
     first = open_rows(tmp_path, rows, [[IGNORED, 11, 12, 13]])

@@ -32,7 +32,9 @@ SaveRun = Callable[..., Path]
 Weights = dict[str, torch.Tensor]
 
 
-def save_run(run_dir: Path, config: dict[str, Any], precision: Precision, source: Path | None = None) -> Weights:
+def save_run(
+    run_dir: Path, config: dict[str, Any], precision: Precision, source: Path | None = None, **facts: Any
+) -> Weights:
     """Write a checkpoint of random fp32 masters as a run would, and return them by name."""
     model = model_layout(load_model_spec(source or config, precision))
     generator = torch.Generator().manual_seed(5)
@@ -65,7 +67,7 @@ def save_run(run_dir: Path, config: dict[str, Any], precision: Precision, source
         for name, section in recipe.items()
     )
     parse_recipe(text)
-    writer.publish(records, saved_facts(model, 7).model_copy(update={"recipe": text}))
+    writer.publish(records, saved_facts(model, 7).model_copy(update={"recipe": text, **facts}))
     return weights
 
 
@@ -86,7 +88,7 @@ def tensors_of(directory: Path) -> Weights:
 @pytest.mark.parametrize("precision", list(Precision))
 def test_transformers_loads_the_fp32_master_bit_by_bit(tmp_path: Path, precision: Precision) -> None:
     weights = save_run(tmp_path / "run", tiny_config("qwen3"), precision)
-    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings("fp32"))
+    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings("fp32")).directory
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype == torch.float32
     state = loaded.state_dict()
@@ -107,7 +109,7 @@ def test_the_type_is_the_sources_unless_asked_otherwise_and_the_config_says_it(t
         (random, "bf16", torch.bfloat16),
         (random, "fp32", torch.float32),
     ):
-        out = export(opened, tmp_path / f"{expected}-{asked}-{opened is model}", ExportSettings(asked))
+        out = export(opened, tmp_path / f"{expected}-{asked}-{opened is model}", ExportSettings(asked)).directory
         assert {tensor.dtype for tensor in tensors_of(out).values()} == {expected}
         assert AutoConfig.from_pretrained(out).dtype == expected
         assert AutoConfig.from_pretrained(out).architectures == ["LlamaForCausalLM"]
@@ -115,7 +117,7 @@ def test_the_type_is_the_sources_unless_asked_otherwise_and_the_config_says_it(t
 
 def test_bf16_is_what_the_model_computed_with(tmp_path: Path) -> None:
     weights = save_run(tmp_path / "run", tiny_config("llama"), Precision.BF16)
-    held = tensors_of(export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings()))
+    held = tensors_of(export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings()).directory)
     for name, values in weights.items():
         high = np.empty(values.shape, np.uint16)
         split_master(values.numpy(), high, np.empty(values.shape, np.int16))
@@ -126,8 +128,8 @@ def test_a_tied_model_has_one_matrix_unless_untied(tmp_path: Path) -> None:
     weights = save_run(tmp_path / "run", tiny_config("qwen2", tied=True), Precision.FP32)
     model = StoredModel.open(tmp_path / "run")
     tied, untied = (
-        export(model, tmp_path / "a", ExportSettings()),
-        export(model, tmp_path / "b", ExportSettings(untie=True)),
+        export(model, tmp_path / "a", ExportSettings()).directory,
+        export(model, tmp_path / "b", ExportSettings(untie=True)).directory,
     )
     assert "lm_head.weight" not in tensors_of(tied)
     assert torch.equal(tensors_of(untied)["lm_head.weight"], weights["model.embed_tokens.weight"])
@@ -140,7 +142,7 @@ def test_a_tied_model_has_one_matrix_unless_untied(tmp_path: Path) -> None:
 
 def test_many_shards_make_an_index_and_load_alike(tmp_path: Path) -> None:
     weights = save_run(tmp_path / "run", tiny_config("mistral"), Precision.FP32)
-    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings(shard_bytes=30_000))
+    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings(shard_bytes=30_000)).directory
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 3 and files == {path.name for path in out.glob("*.safetensors")}
@@ -153,19 +155,43 @@ def test_shards_keep_order_and_size_and_a_large_tensor_stands_alone() -> None:
     assert plan_shards({"a": 4, "b": 4, "c": 20, "d": 1, "e": 9}, 10) == [["a", "b"], ["c"], ["d", "e"]]
 
 
-def test_tokenizer_and_generation_files_come_along(tmp_path: Path) -> None:
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json")
+
+
+def source_with_companions(tmp_path: Path) -> Path:
     source = tmp_path / "source"
     source.mkdir()
-    (source / "config.json").write_text(json.dumps(tiny_config("llama")))
-    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json", "notes.md"):
+    (source / "config.json").write_text(json.dumps(tiny_config("llama") | {"vocab_size": 300, "eos_token_id": 2}))
+    for name in (*COMPANIONS, "notes.md"):
         (source / name).write_text(f"{{}} {name}")
+    return source
+
+
+def test_tokenizer_and_generation_files_come_along(tmp_path: Path) -> None:
+    """Also with the default `data.tokenizer`, which rows of token ids do not use: their ids are the source's."""
+    source = source_with_companions(tmp_path)
     save_run(tmp_path / "run", {}, Precision.BF16, source=source)
-    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings())
-    copied = {path.name: path.read_text() for path in out.iterdir() if path.read_bytes().startswith(b"{} ")}
-    assert copied == {
-        name: f"{{}} {name}"
-        for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json")
+    written = export(StoredModel.open(tmp_path / "run"), tmp_path / "out", ExportSettings())
+    copied = {
+        path.name: path.read_text() for path in written.directory.iterdir() if path.read_bytes().startswith(b"{} ")
     }
+    assert copied == {name: f"{{}} {name}" for name in COMPANIONS}
+    assert written.tokenizer == f"that of {source}"
+    assert json.loads((written.directory / "config.json").read_text())["eos_token_id"] == 2
+
+
+def test_a_model_of_bytes_takes_no_tokenizer_of_its_source_and_ends_documents_with_256(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = source_with_companions(tmp_path)
+    save_run(tmp_path / "run", {}, Precision.BF16, source=source, bytes_tokenised=True)
+    out = tmp_path / "out"
+    assert export_hf.main([str(tmp_path / "run"), str(out)]) == 0
+    assert "tokenizer: none: the model reads bytes" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.generation_config.eos_token_id == 256
+    load_model_spec(out, Precision.BF16)
 
 
 def test_nothing_is_overwritten_and_damage_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +236,7 @@ def test_inspect_tells_run_checkpoint_and_hugging_face_directory(
         "verified",
     ):
         assert part in text, part
-    out = export(StoredModel.open(run), tmp_path / "out", ExportSettings())
+    out = export(StoredModel.open(run), tmp_path / "out", ExportSettings()).directory
     assert inspect.main([str(out)]) == 0
     assert f"{numel:,} (BF16 {numel:,})" in capsys.readouterr().out
     assert inspect.main([str(tmp_path)]) == 2

@@ -1,0 +1,62 @@
+"""Files of a Hugging Face model directory beside its tensors: which tokenizer and generation settings an export has."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.recipe import Recipe
+from tasks.data.tokenizers import BYTES_EOS_ID
+from tiers.manifest import Facts
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+GENERATION_FILES = ("generation_config.json",)
+
+
+def copy_companions(recipe: Recipe, facts: Facts, directory: Path) -> str:
+    """Copy into an export the tokenizer that its model was trained with, and generation settings that go with it.
+
+    The tokenizer is that of the recipe; where the recipe names none, the source's: rows of token ids came from it. A
+    model that read text as bytes has neither, for the source's would encode to ids that mean something else.
+
+    Returns:
+        What became of the tokenizer, in words.
+    """
+    source = recipe.model.source
+    if facts.bytes_tokenised:
+        return f"none: the model reads bytes, ids 0 to 255{_end_of_bytes(recipe)}"
+    origin = recipe.data.tokenizer if isinstance(recipe.data.tokenizer, Path) else source
+    tokenizer = companion_files(origin, TOKENIZER_FILES) if origin is not None else []
+    for path in (*tokenizer, *(companion_files(source, GENERATION_FILES) if source is not None else ())):
+        shutil.copyfile(path, directory / path.name)
+    if tokenizer:
+        return f"that of {origin}"
+    return "none: the recipe names none" if origin is None else f"none: {origin} has none"
+
+
+def companion_config(recipe: Recipe, facts: Facts) -> dict[str, object]:
+    """What the export's config.json says of special tokens otherwise than the source's."""
+    if not facts.bytes_tokenised:
+        return {}
+    end = BYTES_EOS_ID if recipe.data.append_eos else None
+    return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+
+
+def companion_files(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files of a model directory beside its tensors, by patterns of their names."""
+    found = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    return sorted(found)
+
+
+def _end_of_bytes(recipe: Recipe) -> str:
+    return f"; {BYTES_EOS_ID} ends a document" if recipe.data.append_eos else ""
