@@ -20,8 +20,8 @@ class DeviceFit(NamedTuple):
 def choose_chunk_tokens(micro_batch_tokens: int, fit: Callable[[int], DeviceFit]) -> int:
     """The largest chunk with which the device lacks as little as it can, or 0 for whole micro-batches.
 
-    Chunks are for layers that would otherwise not fit, or push boundary activations out: where all fits, a layer at work
-    that holds less would only make room for layers that are not recomputed, and those are not chunked.
+    Chunks are for layers that would otherwise not fit, or push boundary activations out. Where all fits, a layer that
+    holds less at work would only make room for layers that are not recomputed, and those pass no chunks.
 
     Args:
         micro_batch_tokens: Tokens that pass a layer at a time.

@@ -52,6 +52,7 @@ def summary(placement: Placement) -> str:
         "{} layers updated on the device": len(schedule.device_updates),
         "activations of {} layers kept, the others recomputed": schedule.kept_layers,
         "inputs of {} layers in pinned RAM": placement.spilled_boundaries,
+        "feed-forward networks in chunks of {:,} tokens": placement.mlp_chunk_tokens,
     }
     used = ", ".join(
         f"{TIER_NAMES[where]} {shown_bytes(placement.used(where))}" for where in Place if placement.used(where)

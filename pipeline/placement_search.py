@@ -10,6 +10,7 @@ from pipeline.device_footprint import device_terms
 from pipeline.footprint import Place, Term, total
 from pipeline.homes import candidates, without_ram_gradients
 from pipeline.host_footprint import arena_terms, process_terms
+from pipeline.mlp_chunks import DeviceFit, choose_chunk_tokens
 from pipeline.schedule import SchedulePlan
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.layout import (
@@ -56,6 +57,9 @@ class PlacementRequest:
     """Whether layers may be updated on the device; only with clipping and a GPU."""
     kept_layers: int | None = None
     """The most decoder layers that are not recomputed; None for as many as the device has room for."""
+    mlp_chunk_tokens: int | None = None
+    """Tokens that pass a recomputed layer's feed-forward network at a time, 0 for a micro-batch; None: chunks where the
+    device needs them."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Placement:
     """Decoder layers, the first ones, whose inputs wait for their backward in pinned RAM."""
     budget: MemoryBudget
     terms: tuple[Term, ...]
+    mlp_chunk_tokens: int = 0
+    """Tokens that pass a recomputed layer's feed-forward network at a time; 0 for a whole micro-batch."""
 
     @property
     def arena_bytes(self) -> int:
@@ -90,6 +96,8 @@ class Shortage:
 
 def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
     """The best placement that fits."""
+    if request.mlp_chunk_tokens is None:
+        request = replace(request, mlp_chunk_tokens=_chunk_tokens(request, budget.gpu_bytes))
     found = _first_fit(request, budget)
     if isinstance(found, Placement) and request.staging_slots > LEAN_SLOTS and found.used(Place.NVME):
         # Slots are as large as layers: of few layers on NVMe the third slot may put one there itself.
@@ -140,7 +148,9 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
         tier = replace(tier, homes=without_ram_gradients(request.model, homes, extras.device_updates))
         host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
         device = _device(request, spilled, held, extras)
-        return Placement(tier, _schedule(request, tier.homes, extras), spilled, budget, (*host, *device, *nvme))
+        terms = (*host, *device, *nvme)
+        chunk = request.mlp_chunk_tokens or 0
+        return Placement(tier, _schedule(request, tier.homes, extras), spilled, budget, terms, chunk)
     if drive is not None:
         return drive
     assert least is not None
@@ -151,6 +161,17 @@ def _spilled_boundaries(request: PlacementRequest, gpu_bytes: int) -> int:
     """How many decoder layers' inputs spill to pinned RAM: the fewest that fit, all where none do."""
     decoders = sum(layer.kind is LayerKind.DECODER for layer in request.model.layers)
     return next((n for n in range(decoders) if total(_device(request, n, 0)) <= gpu_bytes), decoders)
+
+
+def _chunk_tokens(request: PlacementRequest, gpu_bytes: int) -> int:
+    """Tokens that pass a feed-forward network at a time, so that the device suffices."""
+
+    def fit(chunk_tokens: int) -> DeviceFit:
+        tried = replace(request, mlp_chunk_tokens=chunk_tokens)
+        spilled = _spilled_boundaries(tried, gpu_bytes)
+        return DeviceFit(max(0, total(_device(tried, spilled, 0)) - gpu_bytes), spilled)
+
+    return choose_chunk_tokens(request.step.micro_batch_tokens, fit)
 
 
 def _room_for_gradients(request: PlacementRequest, spilled: int, gpu_bytes: int) -> int:
@@ -188,6 +209,7 @@ def _device(
         held_gradients=held_gradients,
         extras=extras,
         compiled=request.processes.compiled,
+        mlp_chunk_tokens=request.mlp_chunk_tokens or 0,
     )
 
 

@@ -161,6 +161,7 @@ def request_of(
         gradient_type=recipe.precision.gradient_type,
         device_updates=recipe.memory.device_updates,
         kept_layers=recipe.memory.kept_layers,
+        mlp_chunk_tokens=recipe.memory.mlp_chunk_tokens,
     )
 
 

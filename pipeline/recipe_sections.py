@@ -233,6 +233,10 @@ class MemorySection(Section):
     kept_layers: CountOrOff | None = None
     """Most decoder layers that keep weights and activations on the device instead of being recomputed; 0 recomputes
     all. Default: as many as it has room for."""
+    mlp_chunk_tokens: CountOrOff | None = None
+    """Tokens that pass a recomputed layer's feed-forward network at a time; 0: a micro-batch, whole. Default: chunks of
+    2,048 to 16,384 where a layer at work would not fit the device otherwise, or would push boundary activations out
+    of it: of one long sequence most of what it holds is that network's."""
 
     @model_validator(mode="after")
     def _budget_has_a_place(self) -> Self:

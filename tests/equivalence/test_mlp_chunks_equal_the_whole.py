@@ -11,7 +11,8 @@ from pipeline.attention import AttentionContext, build_attention_context
 from pipeline.families import family_of, load_model_spec, model_layout
 from pipeline.layer_halves import chunks_of
 from pipeline.template import LayerTemplate
-from support.tiny import FAMILIES, tiny_config
+from support.local_compute import local_compute
+from support.tiny import FAMILIES, random_batch, tiny_config
 from tiers.layout import Precision
 
 SEQUENCES, LENGTH = 2, 24
@@ -88,6 +89,19 @@ def test_compiled_halves_serve_every_chunk_and_layer_without_another_graph() -> 
         torch.testing.assert_close(case.run(16, compile=True, factor_weights=True, backend="aot_eager"), eager)
     assert counters["stats"]["unique_graphs"] == 4, "each half with and without gradients"
     assert not counters["graph_break"]
+
+
+def test_a_step_in_chunks_has_the_loss_and_the_gradients_of_the_step() -> None:
+    batch, found = random_batch(3, packed=True), []
+    for chunk_tokens in (0, 16):
+        with local_compute(tiny_config("qwen3"), mlp_chunk_tokens=chunk_tokens) as run:
+            found.append((run.step(1, batch), run.evaluate(-1, batch), run.gradients()))
+    (whole, evaluated, wanted), (chunked, evaluated_in_chunks, got) = found
+    assert chunked.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert evaluated_in_chunks.loss_sum == pytest.approx(evaluated.loss_sum, rel=1e-6)
+    assert any(not torch.equal(got[name], gradient) for name, gradient in wanted.items()), "sums of chunks round"
+    for name, gradient in wanted.items():
+        assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm()
 
 
 @pytest.mark.parametrize(

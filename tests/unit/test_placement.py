@@ -286,3 +286,19 @@ def test_only_state_at_home_in_ram_is_lent_and_only_where_clipping_makes_the_nex
     squeezed_ram = squeezed(replace(base, device_updates=False), 20 << 20)
     found = place(base, without_room_for_gradients(base, squeezed_ram))
     assert all(found.tier.homes[layer].state_slot is None for layer in found.schedule.device_updates)
+
+
+def test_one_long_sequence_passes_its_networks_in_chunks_where_the_device_has_no_room_for_them_whole() -> None:
+    long = StepShape(sequence_length=1 << 17, sequences=1, micro_batch=1)
+    wanted = replace(request(model()), compute=replace(COMPUTE, intermediate_size=4096), step=long)
+    whole = place(replace(wanted, mlp_chunk_tokens=0), ROOMY)
+    assert place(wanted, ROOMY).mlp_chunk_tokens == 0, "roomy devices change no bit"
+    work_bytes = next(term.num_bytes for term in whole.terms if term.name == "layer at work")
+    tight = replace(ROOMY, gpu_bytes=whole.used(Place.DEVICE) - work_bytes // 2)
+    with pytest.raises(PlacementError, match="device memory"):
+        place(replace(wanted, mlp_chunk_tokens=0), tight)
+    chunked = place(wanted, tight)
+    assert chunked.mlp_chunk_tokens == 16384
+    assert chunked.spilled_boundaries == 0
+    assert "in chunks of 16,384 tokens" in summary(chunked)
+    assert place(replace(wanted, mlp_chunk_tokens=3000), ROOMY).mlp_chunk_tokens == 3000
