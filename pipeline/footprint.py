@@ -21,6 +21,10 @@ class Place(StrEnum):
     NVME = "nvme"
 
 
+TIER_NAMES = {Place.RAM: "host memory", Place.DEVICE: "device memory", Place.NVME: "NVMe"}
+"""What people call the places."""
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """One line of the account."""

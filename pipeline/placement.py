@@ -6,10 +6,10 @@ drive works all the time; then their weights, which cross twice a step. Nothing 
 
 from __future__ import annotations
 
-from pipeline.footprint import GIB, Place, total
+from pipeline.footprint import GIB, TIER_NAMES, Place, total
 from pipeline.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
 from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, solve
-from pipeline.remedies import TIER_NAMES, refusal
+from pipeline.remedies import refusal
 from pipeline.shapes import ProcessShape
 from tiers.quantities import shown_bytes
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from pipeline.footprint import GIB, Place
+from pipeline.footprint import GIB, TIER_NAMES, Place
 from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, Shortage, solve
 from tiers.quantities import shown_bytes
-
-TIER_NAMES = {Place.RAM: "host memory", Place.DEVICE: "device memory", Place.NVME: "NVMe"}
 
 
 def refusal(request: PlacementRequest, budget: MemoryBudget, shortage: Shortage) -> str:

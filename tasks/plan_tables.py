@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.footprint import Place
+from pipeline.footprint import TIER_NAMES, Place
 from pipeline.placement import Placement
 from tasks.plan_report import SECONDS_A_DAY, HomeRange, Plan, TimeFigures, home_ranges
 from tiers.quantities import shown_bytes, shown_count, shown_duration
-
-TITLES = {Place.RAM: "host memory", Place.DEVICE: "device memory", Place.NVME: "NVMe"}
 
 WORTH_TELLING = 0.001
 """Share of a step from which on a wait is named."""
@@ -49,7 +47,7 @@ def _account(placement: Placement, place: Place, fits: bool) -> Iterator[str]:
         Place.DEVICE: f" of {shown_bytes(budget.gpu_bytes)}",
         Place.NVME: f" of {shown_bytes(budget.nvme_bytes)}",
     }[place]
-    yield f"{TITLES[place]}: {shown_bytes(placement.used(place))}{allowed if fits else ''}"
+    yield f"{TIER_NAMES[place]}: {shown_bytes(placement.used(place))}{allowed if fits else ''}"
     yield from _table([[f"  {term.name}", shown_bytes(term.num_bytes), term.why] for term in terms if term.num_bytes])
 
 

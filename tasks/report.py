@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.memory_account import AccountError, MemoryAccount
 from tasks.report_page.page import page
 from tasks.report_page.run_events import index_events, read_step
 from tasks.report_page.run_record import ReportError, read_run
-from tasks.report_page.state_bytes import state_bytes
 from tiers.durable_files import replace_file
 
 DEFAULT_NAME = "report.html"
@@ -56,7 +56,15 @@ def write_report(run: Path, out: Path, step: int | None = None) -> None:
         raise ReportError(f"the page cannot be written to {out}: name a file in a directory that exists (--out)")
     index = index_events(record)
     lanes = read_step(record, index, step)
-    replace_file(out, page(record, lanes, state_bytes(record, index)).encode())
+    replace_file(out, page(record, lanes, _account(run)).encode())
+
+
+def _account(run: Path) -> MemoryAccount | str:
+    """Where the run's bytes live; a reason in words where that is not known."""
+    try:
+        return MemoryAccount.read(run)
+    except AccountError as error:
+        return str(error)
 
 
 if __name__ == "__main__":

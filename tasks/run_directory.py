@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
+from tasks.memory_account import FILE_NAME, MemoryAccount
 from tiers.durable_files import FILE_MODE, make_directory, replace_file
 
 LOCK_NAME = "run.lock"
@@ -52,9 +53,10 @@ class RunDirectory:
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         return self
 
-    def keep(self, recipe_toml: str) -> None:
-        """The run begins: write its recipe; from now on the directory stays."""
+    def keep(self, recipe_toml: str, account: MemoryAccount) -> None:
+        """The run begins: write its recipe and where its bytes live; from now on the directory stays."""
         replace_file(self._path / "recipe.toml", recipe_toml.encode())
+        replace_file(self._path / FILE_NAME, account.as_json().encode())
         self._created = ()
 
     def __exit__(

@@ -31,6 +31,7 @@ from pipeline.placement import summary
 from pipeline.recipe import load_recipe, recipe_toml
 from tasks.attempt import Launch
 from tasks.failure import explain
+from tasks.memory_account import MemoryAccount
 from tasks.preparation import Preparation, open_data, prepare
 from tasks.recovery import run_with_recoveries
 from tasks.resume import check_data, find_resume_point
@@ -125,11 +126,13 @@ def _train(launch: Launch, address: str | None) -> int:
     """Run a vetted recipe to its end, and say how it ended."""
     say = partial(print, flush=True)
     try:
-        launch.directory.keep(recipe_toml(launch.preparation.recipe))
-        with connect(address, num_gpus=1 if launch.preparation.cuda else 0) as connection:
+        preparation = launch.preparation
+        account = MemoryAccount.of(preparation.spec.model_type, preparation.placement)
+        launch.directory.keep(recipe_toml(preparation.recipe), account)
+        with connect(address, num_gpus=1 if preparation.cuda else 0) as connection:
             if connection.dashboard_url:
                 say(f"dashboard: {connection.dashboard_url}")
-            if launch.preparation.cuda:
+            if preparation.cuda:
                 require_resources({"GPU": 1}, RESOURCE_TIMEOUT_S)
             # After Ray's own handlers, which would end the process at once.
             with StopSignals() as signals:

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from tasks.memory_account import MemoryAccount
 from tasks.report_page.charts import MAX_SPANS, Chart, ChartMaker, page_data
 from tasks.report_page.run_record import RunRecord
-from tasks.report_page.state_bytes import StateBytes
 from tasks.report_page.step_lanes import StepLanes
 from tasks.report_page.tables import (
+    account_table,
     evaluations_table,
     lanes_table,
     number,
     operations_table,
-    state_table,
     steps_table,
 )
 from tasks.report_page.thinning import median
@@ -28,13 +28,13 @@ from tiers.quantities import shown_bytes, shown_count, shown_duration
 _HERE = Path(__file__).parent
 
 
-def page(record: RunRecord, lanes: StepLanes | None, state: StateBytes | str) -> str:
+def page(record: RunRecord, lanes: StepLanes | None, account: MemoryAccount | str) -> str:
     """The page of a run.
 
     Args:
         record: Its rows.
         lanes: Of the step to show; None where no step was recorded.
-        state: Where model state lived, or why that is not known.
+        account: Where every byte lives, or why that is not known.
     """
     maker = ChartMaker(record)
     charts = maker.charts()
@@ -49,7 +49,7 @@ def page(record: RunRecord, lanes: StepLanes | None, state: StateBytes | str) ->
             *(_chart(chart) for chart in charts),
             "</div>",
             *_lanes(lanes),
-            *_state(state),
+            *_memory(account),
             *_tables(record, lanes),
         ]
     )
@@ -165,12 +165,15 @@ def _lanes(lanes: StepLanes | None) -> Iterator[str]:
     yield "</section></div>"
 
 
-def _state(state: StateBytes | str) -> Iterator[str]:
-    yield '<div class="grid"><section class="card wide gap"><h2>Where the bytes of the model live</h2>'
-    if isinstance(state, str):
-        yield f'<p class="note">{escape(state)}</p>'
+def _memory(account: MemoryAccount | str) -> Iterator[str]:
+    yield '<div class="grid"><section class="card wide gap"><h2>Where every byte lives</h2>'
+    if isinstance(account, str):
+        yield f'<p class="note">{escape(account)}</p>'
     else:
-        yield f'<p class="note">{escape(state.model_type)}, {state.num_parameters:,} parameters</p>{state_table(state)}'
+        yield (
+            f'<p class="note">{escape(account.model_type)}, {account.parameters:,} parameters. As placed at the last '
+            f"start, before anything was allocated.</p>{account_table(account)}"
+        )
     yield "</section></div>"
 
 

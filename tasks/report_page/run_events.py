@@ -11,7 +11,7 @@ from tasks.report_page.run_record import EVENTS, ReportError, RunRecord, rows_of
 from tasks.report_page.step_lanes import CollectedSpan, StepLanes, lanes_of, window_of
 from tasks.report_page.thinning import median
 
-_HEAD = re.compile(rb'\{"step": (\d+), "name": "(\w+)(?:\[(\d+)\])?"')
+_BACKWARD = re.compile(rb'\{"step": (\d+), "name": "backward\[')
 
 
 @dataclass
@@ -20,10 +20,6 @@ class EventIndex:
 
     steps: set[int] = field(default_factory=set)
     """With a backward pass: those that can be shown."""
-    nvme_weights: set[int] = field(default_factory=set)
-    """Layers whose weights came from NVMe."""
-    nvme_state: set[int] = field(default_factory=set)
-    """Layers whose optimizer state did."""
 
 
 def index_events(record: RunRecord) -> EventIndex:
@@ -34,16 +30,9 @@ def index_events(record: RunRecord) -> EventIndex:
         return index
     with path.open("rb") as file:
         for line in file:
-            match = _HEAD.match(line)
-            if match is None:
-                continue
-            step, name, layer = int(match[1]), match[2], int(match[3] or -1)
-            if name == b"backward":
-                index.steps.add(step)
-            elif name == b"load_weights":
-                index.nvme_weights.add(layer)
-            elif name == b"load_state":
-                index.nvme_state.add(layer)
+            match = _BACKWARD.match(line)
+            if match is not None:
+                index.steps.add(int(match[1]))
     return index
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
+from pipeline.footprint import TIER_NAMES, Place
+from tasks.memory_account import MemoryAccount
 from tasks.report_page.run_record import STALL, RunRecord
-from tasks.report_page.state_bytes import StateBytes
 from tasks.report_page.step_lanes import StepLanes
 from tasks.report_page.thinning import even_rows
 from tiers.quantities import shown_bytes, shown_duration
@@ -16,12 +17,13 @@ MAX_STEP_ROWS = 100
 MAX_OPERATION_ROWS = 1500
 
 
-def table(heading: Sequence[str], rows: Iterable[Sequence[str]], *, foot: Sequence[str] = ()) -> str:
-    """A table of cells that are HTML already."""
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "figures") -> str:
+    """A table of cells that are HTML already; `kind` is a class of the style sheet."""
     head = "".join(f'<th scope="col">{cell}</th>' for cell in heading)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    tail = f"<tfoot><tr>{''.join(f'<td>{cell}</td>' for cell in foot)}</tr></tfoot>" if foot else ""
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{tail}</table></div>'
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def steps_table(record: RunRecord) -> str:
@@ -102,27 +104,19 @@ def operations_table(lanes: StepLanes) -> str:
     return table(("operation", "lane", "from", "for", "bytes"), rows)
 
 
-def state_table(state: StateBytes) -> str:
-    """Bytes of each kind of buffer in RAM and on NVMe."""
-    ram, nvme = sum(b.ram_bytes for b in state.buffers), sum(b.nvme_bytes for b in state.buffers)
-    return table(
-        ("buffer", "RAM", "NVMe", "bytes/parameter"),
-        (
-            (
-                escape(buffer.name),
-                shown_bytes(buffer.ram_bytes) if buffer.ram_bytes else "",
-                shown_bytes(buffer.nvme_bytes) if buffer.nvme_bytes else "",
-                f"{(buffer.ram_bytes + buffer.nvme_bytes) / state.num_parameters:.2f}",
-            )
-            for buffer in state.buffers
-        ),
-        foot=(
-            "all",
-            shown_bytes(ram),
-            shown_bytes(nvme) if nvme else "none",
-            f"{(ram + nvme) / state.num_parameters:.2f}",
-        ),
-    )
+def account_table(account: MemoryAccount) -> str:
+    """Every term of host memory, of the device and of NVMe, under the sum of its place."""
+
+    def row(name: str, num_bytes: int, why: str) -> tuple[str, str, str, str]:
+        return name, shown_bytes(num_bytes), f"{num_bytes / account.parameters:.2f}", escape(why)
+
+    rows = []
+    for place in Place:
+        terms = [term for term in account.terms if term.place is place]
+        if terms:
+            rows.append(row(f"<b>{TIER_NAMES[place]}</b>", sum(term.num_bytes for term in terms), ""))
+            rows += [row(escape(term.name), term.num_bytes, term.why) for term in terms]
+    return table(("", "bytes", "a parameter", ""), rows, kind="account")
 
 
 def number(value: float) -> str:

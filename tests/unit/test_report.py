@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.footprint import Place, Term
 from pipeline.messages import Lane, LaneSpan
 from tasks import report
+from tasks.memory_account import MemoryAccount
 from tasks.report_page.page import embedded_json
 from tasks.report_page.run_events import index_events, read_step, typical_step
 from tasks.report_page.run_record import read_run
@@ -168,7 +170,6 @@ def test_a_step_is_from_the_end_of_one_backward_pass_to_the_end_of_the_next(tmp_
         "update, optimizer-0": 0.05,
         "update, optimizer-1": 0.1,
     }
-    assert index.nvme_state == {1, 2} and index.nvme_weights == set()
 
 
 def test_the_step_shown_is_one_of_median_length(tmp_path: Path) -> None:
@@ -184,6 +185,21 @@ def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
     assert record.steps == [1, 2, 3] and record.column("loss")[-1] == 9.0
     assert record.unreadable_lines == 1
     assert record.column("stall_s.control")[-1] == 1.0 and math.isnan(record.column("stall_s.stage")[-1])
+
+
+def test_the_page_says_where_held_gradients_and_every_other_byte_live(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [metrics_row(1)], [])
+    assert "memory.json is missing" in page_of(run)
+    terms = (
+        Term(Place.RAM, "gradients", 3 << 30, "of 3 layers, held until the global norm is known, pinned"),
+        Term(Place.DEVICE, "held gradients", 5 << 20, "of 2 layers, until the norm"),
+        Term(Place.DEVICE, "weight slots", 1 << 20, "<two>"),
+    )
+    (run / "memory.json").write_text(MemoryAccount("llama", 1 << 30, terms).as_json())
+    page = page_of(run)
+    for row in ("<td>gradients</td><td>3.00 GiB</td><td>3.00</td>", "<td>held gradients</td><td>5.00 MiB</td>"):
+        assert row in page
+    assert "<b>device memory</b></td><td>6.00 MiB</td>" in page and "&lt;two&gt;" in page
 
 
 def test_long_runs_make_small_pages(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""The account of memory that a run was placed by, kept in its directory: where every byte lives, term by term."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline.footprint import Place, Term
+from pipeline.placement import Placement
+
+FILE_NAME = "memory.json"
+FORMAT_VERSION = 1
+
+
+class AccountError(ValueError):
+    """The account of a run cannot be read; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAccount:
+    """Of a run's last start: a resumed run may be placed otherwise."""
+
+    model_type: str
+    parameters: int
+    terms: tuple[Term, ...]
+
+    @classmethod
+    def of(cls, model_type: str, placement: Placement) -> MemoryAccount:
+        """Of a run that begins."""
+        return cls(model_type, placement.tier.model.num_parameters, placement.terms)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> MemoryAccount:
+        """Read what a run has kept.
+
+        Raises:
+            AccountError: It has kept none, or one of another version.
+        """
+        path = run_dir / FILE_NAME
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if fields["format_version"] != FORMAT_VERSION:
+                raise AccountError(f"{FILE_NAME} is of format {fields['format_version']}, not {FORMAT_VERSION}.")
+            terms = (
+                Term(Place(term["place"]), str(term["name"]), int(term["num_bytes"]), str(term["why"]))
+                for term in fields["terms"]
+            )
+            return cls(str(fields["model_type"]), int(fields["parameters"]), tuple(terms))
+        except FileNotFoundError:
+            raise AccountError(f"{FILE_NAME} is missing: an older version wrote the run.") from None
+        except AccountError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise AccountError(f"{FILE_NAME} cannot be read: {error!r}.") from error
+
+    def as_json(self) -> str:
+        """As the file has it."""
+        return json.dumps({"format_version": FORMAT_VERSION} | asdict(self), indent=1) + "\n"
