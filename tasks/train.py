@@ -27,6 +27,7 @@ from ray.exceptions import RayError
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.join import connect, require_resources
 from pipeline.errors import PipelineError
+from pipeline.footprint import Place
 from pipeline.placement import summary
 from pipeline.recipe import load_recipe, recipe_toml
 from tasks.attempt import Launch
@@ -39,6 +40,7 @@ from tasks.run_directory import RunDirectory
 from tasks.stop_signals import StopSignals
 from tasks.training import Ending
 from tiers.errors import TierError
+from tiers.host_memory import SHMEM_HUGE_PAGES, shared_memory_has_huge_pages
 
 TRAINED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
@@ -98,6 +100,8 @@ def _announce(launch: Launch) -> None:
     print(f"model: {preparation.spec.model_type}, {model.num_parameters:,} parameters, {len(model.layers) - 2} layers")
     print(f"device: {_device(preparation)}")
     print(f"memory: {summary(preparation.placement)}")
+    if preparation.placement.used(Place.NVME) and not shared_memory_has_huge_pages():
+        print(f"note: NVMe moves faster with huge pages: as root, `echo advise > {SHMEM_HUGE_PAGES}`")
     print(f"data: {data.training.report}")
     if data.held_out is not None:
         print(f"held out: {data.held_out.report}")

@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -64,7 +65,11 @@ class Arena:
         self._handle = ArenaHandle(f"/proc/{os.getpid()}/fd/{file_descriptor}", num_bytes) if owned else None
         self._file_descriptor: int | None = file_descriptor
         # The array is the only owner of the mmap object, so that views keep the mapping and nothing else does.
-        self._bytes: ByteArray | None = np.frombuffer(mmap.mmap(file_descriptor, num_bytes), np.uint8)
+        memory = mmap.mmap(file_descriptor, num_bytes)
+        # Given where `shared_memory_has_huge_pages`; EINVAL from a kernel without any.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes: ByteArray | None = np.frombuffer(memory, np.uint8)
         self.address: int = self._bytes.ctypes.data
         """Where the mapping starts in this process, page-aligned: for cudaHostRegister."""
         if not owned:

@@ -10,6 +10,7 @@ from tasks.bench.optimizer import OptimizerReport
 from tasks.bench.roof import RoofReport
 from tasks.bench.step import StepReport
 from tasks.bench.tier import TierReport
+from tiers.host_memory import SHMEM_HUGE_PAGES
 
 GIB = 2**30
 
@@ -58,7 +59,8 @@ def _tier(report: TierReport) -> None:
     mode = "O_DIRECT" if report.o_direct else "through the page cache: this file system refuses O_DIRECT"
     print(
         f"{report.layers} layers of {report.parameters_per_layer:,} parameters, {report.bytes_per_round / 1e9:.1f} GB "
-        f"a round, median of {report.rounds}, {report.threads} threads, {mode}"
+        f"a round, median of {report.rounds}, {report.threads} threads, {mode}, arena "
+        f"{'in huge pages' if report.huge_pages else f'in 4 KiB pages ({SHMEM_HUGE_PAGES} allows no others)'}"
     )
     print(f"{'':14}{'tier':>12}{'raw':>12}{'of raw':>9}{'CPU':>14}{'raw CPU':>14}")
     for name in ("store_state", "load_state", "load_weights"):

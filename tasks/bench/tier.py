@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ import zarr
 from tiers.arena import Arena
 from tiers.direct_file import DirectMode, preallocate
 from tiers.direct_io import MAX_BLOCK_BYTES
+from tiers.host_memory import shared_memory_has_huge_pages
 from tiers.layout import (
     PAGE_BYTES,
     ArenaMap,
@@ -89,6 +90,8 @@ class TierReport:
     rounds: int
     threads: int
     o_direct: bool
+    huge_pages: bool
+    """Whether the arena had them; the raw transfers' memory always has."""
     store_state: TransferReport
     load_state: TransferReport
     load_weights: TransferReport
@@ -160,6 +163,7 @@ def measure_tier(
         rounds=rounds,
         threads=threads,
         o_direct=mode is DirectMode.DIRECT,
+        huge_pages=shared_memory_has_huge_pages(),
         zarr_shards_equal=equal,
         **reports,
     )
@@ -212,11 +216,17 @@ def _timed(work: Callable[[], object], num_bytes: int) -> Transfer:
 def _raw_file(
     directory: Path, mode: DirectMode, num_bytes: int, threads: int
 ) -> Iterator[Callable[[bool, int], Transfer]]:
-    """A file of as many bytes, moved by nothing but preadv and pwritev of the same block size and number of threads."""
+    """A file of as many bytes, moved by nothing but preadv and pwritev of the same block size and number of threads.
+
+    From and to the memory that suits a drive best, private huge pages, a few blocks used over and over.
+    """
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=directory) as folder, ThreadPoolExecutor(threads) as pool:
         path = Path(folder) / "raw"
         preallocate(path, num_bytes)
-        memory = np.frombuffer(mmap.mmap(-1, threads * MAX_BLOCK_BYTES), np.uint8)
+        private = mmap.mmap(-1, threads * MAX_BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):
+            private.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(private, np.uint8)
         memory[:] = np.random.default_rng(1).integers(0, 256, memory.size, dtype=np.uint8)
         blocks = [memory[n * MAX_BLOCK_BYTES : (n + 1) * MAX_BLOCK_BYTES] for n in range(threads)]
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | mode.flag)

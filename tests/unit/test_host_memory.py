@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from tiers.errors import HostMemoryError
-from tiers.host_memory import available_host_bytes, host_headroom, require_host_memory
+from tiers.host_memory import (
+    available_host_bytes,
+    host_headroom,
+    require_host_memory,
+    shared_memory_has_huge_pages,
+)
 
 MIB = 2**20
 
@@ -94,3 +99,18 @@ def test_a_little_is_left_to_the_rest_of_the_machine(tmp_path: Path) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert available_host_bytes() > 0
+
+
+def test_the_kernels_setting_says_whether_shared_memory_gets_huge_pages(tmp_path: Path) -> None:
+    setting = tmp_path / "shmem_enabled"
+    assert not shared_memory_has_huge_pages(setting)
+    for selected, wanted in {
+        "always": True,
+        "advise": True,
+        "within_size": True,
+        "never": False,
+        "deny": False,
+    }.items():
+        words = ["always", "within_size", "advise", "never", "deny", "force"]
+        setting.write_text(" ".join(f"[{word}]" if word == selected else word for word in words) + "\n")
+        assert shared_memory_has_huge_pages(setting) is wanted
