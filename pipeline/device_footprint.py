@@ -21,6 +21,7 @@ def device_terms(
     held_gradients: int = 0,
     extras: Extras = NO_EXTRAS,
     compiled: bool = True,
+    cuda: bool = True,
     mlp_chunk_tokens: int = 0,
 ) -> tuple[Term, ...]:
     """Account of device memory at its peak.
@@ -36,6 +37,7 @@ def device_terms(
         held_gradients: Layers, the last ones, whose gradients wait on the device for the norm.
         extras: Layers that are updated on the device or not recomputed.
         compiled: Whether templates and the head are compiled: elementwise work is fused and keeps less.
+        cuda: Whether the device is a GPU, which holds a context of its own; else the CPU stands in for it.
         mlp_chunk_tokens: Tokens that pass a recomputed layer's feed-forward network at a time; 0 for a micro-batch.
     """
     types = buffer_types(model.precision)
@@ -97,7 +99,8 @@ def device_terms(
     ]
     terms += passing
     terms.append(_device("allocator", sum(term.num_bytes for term in passing) // 25, "4 % of what comes and goes"))
-    terms.append(_device("CUDA context", CUDA_CONTEXT_BYTES, "context, cuBLAS workspaces, loaded kernels"))
+    if cuda:
+        terms.append(_device("CUDA context", CUDA_CONTEXT_BYTES, "context, cuBLAS workspaces, loaded kernels"))
     return tuple(term for term in terms if term.num_bytes)
 
 

@@ -44,17 +44,18 @@ def arena_terms(tier: TierPlan) -> tuple[Term, ...]:
 def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]:
     """Account of what the processes hold beside the arena."""
     actors = processes.optimizer_actors
+    workers = "1 process" if actors == 1 else f"{actors} processes"
     tables = arena_bytes * PAGE_TABLE_MAPPINGS // 512
     terms = [
         _ram("page tables", tables, "8 bytes a 4 KiB page and process that touches it"),
         _ram("Ray services", RAY_SERVICES_BYTES, "GCS, raylet, dashboard and its agents, object store in use"),
         _ram("driver", DRIVER_BYTES, "coordinator, data loader, tokenizer"),
         _ram("tier actors", TIER_ACTORS_BYTES, "ParameterTier and Prefetcher"),
-        _ram("optimizer actors", actors * OPTIMIZER_ACTOR_BYTES, f"{actors} processes with Numba"),
+        _ram("optimizer actors", actors * OPTIMIZER_ACTOR_BYTES, f"{workers} with Numba"),
         _ram(
             "compute actor",
             COMPUTE_CUDA_BYTES if processes.cuda else COMPUTE_CPU_BYTES,
-            "PyTorch and its CUDA libraries",
+            "PyTorch and its CUDA libraries" if processes.cuda else "PyTorch",
         ),
     ]
     if processes.compiled and processes.cuda:

@@ -209,6 +209,7 @@ def _device(
         held_gradients=held_gradients,
         extras=extras,
         compiled=request.processes.compiled,
+        cuda=request.processes.cuda,
         mlp_chunk_tokens=request.mlp_chunk_tokens or 0,
     )
 

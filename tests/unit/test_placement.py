@@ -205,7 +205,7 @@ def test_refusal_names_needed_available_and_every_knob_that_helps() -> None:
 
 def test_a_remedy_works_when_followed() -> None:
     wanted = replace(request(model()), step=StepShape(sequence_length=8192, sequences=64, micro_batch=32))
-    budget = replace(ROOMY, gpu_bytes=2 * GIB, ram_bytes=1 * GIB)
+    budget = replace(ROOMY, gpu_bytes=GIB // 2, ram_bytes=1 * GIB)
     with pytest.raises(PlacementError, match=r"train\.micro_batch = (\d+)") as refused:
         place(wanted, budget)
     text = str(refused.value)

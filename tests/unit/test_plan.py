@@ -174,3 +174,5 @@ def test_no_time_is_predicted_for_a_machine_that_was_not_measured(
     )
     assert status == 0
     assert "tasks.probe" in text
+    assert "0.00" not in text.partition("where it lives")[0].replace("NVMe 0.00", ""), "an amount is shown as zero"
+    assert "CUDA" not in text, "the CPU has no CUDA context"
