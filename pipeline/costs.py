@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.activation_bytes import HEAD_CHUNK_TOKENS
 from pipeline.hardware import Hardware
 from pipeline.messages import Lane
 from pipeline.operations import Key, Op, Pass
-from pipeline.placement import Placement
+from pipeline.placement_search import Placement
 from pipeline.shapes import ComputeShape, StepShape
 from tiers.layout import Buffer, LayerKind, LayerLayout, buffer_types, state_buffers
 
@@ -129,29 +130,18 @@ class CostModel:
         return 2.0 * products * self.step.tokens
 
     def _device(self, op: Op, layer: LayerLayout) -> Cost:
-        device = self.hardware.device
-        rate = device.gemm_tflops * device.layer_efficiency * 1e12
-        traffic = device.memory_gbps * 1e9
-        micro_batches = -(-self.step.sequences // self.step.micro_batch)
+        traffic = self.hardware.device.memory_gbps * 1e9
         # A finished gradient is converted, measured and zeroed: 4 + 2 + 4 + 4 bytes an element.
         leaving_s = layer.numel * 14 / traffic
         activations = self.step.tokens * self.compute.hidden_size
         if op is Op.HEAD:
-            logits_s = self.step.tokens * self.compute.vocab_size * LOGIT_BYTES / traffic
-            seconds = 3.0 * self._head_products / (device.gemm_tflops * device.layer_efficiency * 1e12)
-            seconds += logits_s + leaving_s
+            seconds = self._head_s() + leaving_s
         elif layer.kind is LayerKind.EMBEDDING:
             seconds = activations * (4 if op is Op.FORWARD else 10) / traffic
             seconds += leaving_s if op is Op.BACKWARD else 0.0
         else:
-            flops = self._forward_flops(layer)
-            if op is Op.BACKWARD:
-                recompute = 0.0 if self._is_kept(layer) else flops - self._left_out_flops
-                flops = 2.0 * flops + recompute
-            # Where few tokens come to an expert, its weights take longer to read than to multiply.
-            passes = 1 if op is Op.FORWARD else 3
-            weights_s = passes * micro_batches * self._weight_bytes(layer) / traffic
-            seconds = max(flops / rate, weights_s) + micro_batches * KERNELS_S
+            micro_batches = -(-self.step.sequences // self.step.micro_batch)
+            seconds = self._decoder_s(op, layer, micro_batches)
             if op is Op.BACKWARD:
                 # Each micro-batch's gradient is read in the weights' type and added to the fp32 sum.
                 seconds += micro_batches * layer.numel * 10 / traffic + leaving_s
@@ -159,6 +149,38 @@ class CostModel:
                 # Leaves on the D2H stream beside the next layer's work; the slower of the two sets the pace.
                 seconds = max(seconds, spilled / self.hardware.link.to_host_gbps / 1e9)
         return Cost(Lane.COMPUTE, seconds, seconds)
+
+    def _head_s(self) -> float:
+        """All chunks of the head, whose three products have the hidden size, the vocabulary and the tokens between."""
+        chunk = min(HEAD_CHUNK_TOKENS, self.step.micro_batch_tokens)
+        chunks = -(-self.step.tokens // chunk)
+        tails = chunks * 2.0 * (self.compute.hidden_size + self.compute.vocab_size) * self.hardware.device.product_tail
+        logits = self.step.tokens * self.compute.vocab_size * LOGIT_BYTES
+        return (3.0 * self._head_products + tails) / self._rate + logits / self.hardware.device.memory_gbps / 1e9
+
+    def _decoder_s(self, op: Op, layer: LayerLayout, micro_batches: int) -> float:
+        """All micro-batches through a decoder layer, forward, or back with its recompute."""
+        device = self.hardware.device
+        flops = self._forward_flops(layer)
+        # The tail of a product is multiplied as its outputs are: as often as the inner dimension is long.
+        matrices = [tensor.shape for tensor in layer.tensors if len(tensor.shape) == 2]
+        tails = 2.0 * sum(inputs for _, inputs in matrices) * device.product_tail
+        passes = 1
+        if op is Op.BACKWARD:
+            passes, kept = 3, self._is_kept(layer)
+            recompute = 0.0 if kept else flops - self._left_out_flops
+            flops = 2.0 * flops + recompute
+            # The weights' gradients have tokens between, however they are cut into micro-batches.
+            tails = 2.0 * sum(outputs for outputs, _ in matrices) * device.product_tail + (0.0 if kept else tails)
+        # Where few tokens come to an expert, its weights take longer to read than to multiply.
+        weights_s = passes * micro_batches * self._weight_bytes(layer) / (device.memory_gbps * 1e9)
+        seconds = max((flops + micro_batches * tails) / self._rate, weights_s) + micro_batches * KERNELS_S
+        return max(seconds, micro_batches * passes * device.pass_s)
+
+    @property
+    def _rate(self) -> float:
+        """Operations a second of a layer at work."""
+        return self.hardware.device.gemm_tflops * self.hardware.device.layer_efficiency * 1e12
 
     def _weight_bytes(self, layer: LayerLayout) -> int:
         return layer.numel * buffer_types(self.placement.tier.model.precision)[Buffer.WEIGHT].bytes

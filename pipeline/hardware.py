@@ -37,7 +37,15 @@ class Device:
     memory_gbps: Rate
     """Sustained reads and writes of device memory."""
     layer_efficiency: Annotated[float, Gt(0)] = 0.82
-    """Rate of a compiled decoder layer, its norms and attention included, as a share of `gemm_tflops`."""
+    """Rate of a compiled decoder layer on many tokens, its norms and attention included, as a share of `gemm_tflops`.
+    """
+    product_tail: Annotated[float, Ge(0)] = 1.1e6
+    """Outputs that a matrix product costs beyond its own, whatever its size: on average its last round of tiles leaves
+    part of the device idle. What makes small micro-batches slow. Default: an assumption, a quarter of a round of
+    128 x 256 tiles on the 132 multiprocessors of an H200; `tasks.probe` measures it."""
+    pass_s: Annotated[float, Ge(0)] = 3e-4
+    """Least seconds of one micro-batch's way forward through a layer, which the host needs to launch it; the way back
+    takes three times that. Default: an assumption, for compiled layers."""
 
     @property
     def memory_bytes(self) -> int:

@@ -13,6 +13,8 @@ from pipeline.hardware import GIB, Device, Link
 from tiers.host_memory import available_host_bytes
 
 GEMM_SIZE = 8192
+CPU_PASS_S = 1e-3
+"""Some forty operations of a layer that is not compiled, called from Python; an assumption."""
 LINK_BYTES = 1 << 30
 """A power of two: PyTorch's pinned allocator would round anything else up."""
 
@@ -20,15 +22,18 @@ LINK_BYTES = 1 << 30
 def measure_device(copy_gbps: float, seconds: float) -> Device:
     """Matrix products, memory traffic and size of the device."""
     if not torch.cuda.is_available():
-        gemm = _gemm_tflops(torch.device("cpu"), 1024, seconds)
-        return Device("CPU", available_host_bytes() / GIB, gemm, copy_gbps)
+        device = torch.device("cpu")
+        gemm = _gemm_tflops(device, 1024, seconds)
+        tail = _product_tail(device, gemm, 128, seconds)
+        return Device("CPU", available_host_bytes() / GIB, gemm, copy_gbps, product_tail=tail, pass_s=CPU_PASS_S)
     device = torch.device("cuda")
     free, _ = torch.cuda.mem_get_info()
     gemm = _gemm_tflops(device, GEMM_SIZE, seconds)
     source = torch.ones(LINK_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     traffic = _repeat(lambda: target.copy_(source), seconds) * 2 * LINK_BYTES / 1e9
-    return Device(torch.cuda.get_device_name(), free / GIB, gemm, traffic)
+    tail = _product_tail(device, gemm, 1024, seconds)
+    return Device(torch.cuda.get_device_name(), free / GIB, gemm, traffic, product_tail=tail)
 
 
 def measure_link(copy_gbps: float, seconds: float) -> Link:
@@ -98,6 +103,24 @@ def busy_device() -> Iterator[None]:
 def _gemm_tflops(device: torch.device, size: int, seconds: float) -> float:
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return _repeat(lambda: torch.mm(left, right), seconds) * 2 * size**3 / 1e12
+
+
+def _product_tail(device: torch.device, gemm_tflops: float, rows: int, seconds: float) -> float:
+    """Outputs that a product of few rows costs beyond its own at the rate of large ones, on average over widths."""
+    tails = []
+    for width in range(1, 6):
+        inner, columns = 4 * rows, width * rows
+        left = torch.randn(rows, inner, device=device).to(torch.bfloat16)
+        right = torch.randn(inner, columns, device=device).to(torch.bfloat16)
+
+        def several(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+            # So many that waiting for their end is no part of it.
+            for _ in range(16):
+                torch.mm(left, right)
+
+        product_s = 1 / (16 * _repeat(several, seconds / 5))
+        tails.append(product_s * gemm_tflops * 1e12 / (2 * inner) - rows * columns)
+    return max(0.0, sum(tails) / len(tails))
 
 
 def _repeat(work: Callable[[], object], seconds: float) -> float:

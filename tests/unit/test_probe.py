@@ -16,6 +16,7 @@ def test_writes_a_hardware_file_that_a_plan_can_read(tmp_path: Path, capsys: pyt
     assert main(["--out", str(out), "--nvme-dir", str(drive), *SECONDS]) == 0
     hardware = load_hardware(out)
     assert hardware.nvme is not None and hardware.nvme.read_gbps > 0
+    assert hardware.device.product_tail >= 0 and hardware.device.gemm_tflops > 0
     assert hardware.host.cores > 0 and hardware.host.update_gparams_per_s > 0
     assert list(drive.iterdir()) == []
     assert "updating with AdamW" in capsys.readouterr().err

@@ -18,6 +18,7 @@ COMPUTE = ComputeShape(
 )
 STEP = StepShape(sequence_length=1024, sequences=16, micro_batch=4)
 DECODER = 200_000_000
+MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate": (11008, 4096), "up": (11008, 4096), "down": (4096, 11008)}
 MACHINE = Hardware(
     name="test",
     origin="made up",
@@ -94,6 +95,31 @@ def test_bound_by_compute_when_the_batch_is_large() -> None:
     prediction = predict(placed(clip=False), step=large)
     assert prediction.bottleneck is Lane.COMPUTE
     assert busy(prediction, Lane.COMPUTE) / prediction.step_s > 0.95
+
+
+def test_smaller_micro_batches_are_never_faster_and_many_tokens_reach_the_machine_s_rate() -> None:
+    matrices = [TensorSpec(f"{name}.weight", shape, 0, True, InitKind.NORMAL) for name, shape in MATRICES.items()]
+    tensors, numel = place_tensors(matrices)
+    whole = placed(clip=False, kept_layers=0)
+    layers = tuple(
+        replace(layer, tensors=tensors, numel=numel) if layer.kind is LayerKind.DECODER else layer
+        for layer in whole.tier.model.layers
+    )
+    placement = replace(whole, tier=replace(whole.tier, model=replace(whole.tier.model, layers=layers)))
+    large = replace(STEP, sequences=64)
+    times = [
+        busy(predict(placement, step=replace(large, micro_batch=size)), Lane.COMPUTE) for size in (1, 2, 4, 8, 16, 64)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 1.15 * times[-1]
+    exact = replace(MACHINE, device=replace(MACHINE.device, product_tail=0.0, pass_s=0.0))
+    assert times[-1] < 1.02 * busy(predict(placement, exact, replace(large, micro_batch=64)), Lane.COMPUTE)
+
+
+def test_a_layer_takes_no_less_than_the_host_needs_to_launch_it() -> None:
+    slow = replace(MACHINE, device=replace(MACHINE.device, pass_s=0.1))
+    passes = 12 * (1 + 3) * STEP.sequences // STEP.micro_batch
+    assert busy(predict(placed(clip=False, kept_layers=0), slow), Lane.COMPUTE) > 0.1 * passes
 
 
 def test_bound_by_the_optimizer_when_the_host_is_slow() -> None:
