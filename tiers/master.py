@@ -87,14 +87,6 @@ class LayerState:
             self.weight[offset:stop] = bits
             self.weight_low[offset:stop] = 0
 
-    def read_float32(self, offset: int, numel: int) -> Float32Array:
-        """Return the master of some elements: a new array, or a view where precision is fp32."""
-        stop = offset + numel
-        if self.weight_low is None:
-            values: Float32Array = self.weight[offset:stop]
-            return values
-        return join_master(self.weight[offset:stop], self.weight_low[offset:stop])
-
     def clear_padding(self) -> None:
         """Zero the master between and behind the tensors, where a slot may hold what another layer left."""
         starts = [tensor.offset for tensor in self.layer.tensors] + [self.layer.numel]

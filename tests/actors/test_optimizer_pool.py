@@ -13,6 +13,7 @@ from pipeline import adamw
 from pipeline.adamw import OptimizerSettings, Scalars
 from pipeline.messages import Lane, StepControl
 from pipeline.optimizer_pool import Optimizer, OptimizerActor, decay_runs, part_of
+from support.masters import master_of
 from tiers.arena import Arena
 from tiers.layout import (
     ArenaMap,
@@ -155,10 +156,10 @@ def test_decay_moves_matrices_alone_when_the_gradient_is_zero(precision: Precisi
     with open_tier(precision) as (handle, arena, arena_map), pool(handle, 2, 1) as optimizers:
         arena.view(arena_map.gradients[0])[:] = 0
         state = LayerState.of(arena, arena_map, BLOCK)
-        before = state.read_float32(0, BLOCK.numel).copy()
+        before = master_of(state)
         for optimizer in optimizers:
             optimizer.update(1, 0, control())
-        after = state.read_float32(0, BLOCK.numel)
+        after = master_of(state)
     keep = np.float32(1 - 1e-2 * SETTINGS.weight_decay)
     for tensor in BLOCK.tensors:
         place = slice(tensor.offset, tensor.offset + tensor.numel)
@@ -213,7 +214,7 @@ def test_updates_below_bf16_resolution_reach_the_streamed_weight() -> None:
         arena.view(arena_map.gradients[1])[:5] = 0x3F80
         for step in range(1, 101):
             optimizer.update(step, 1, control(step, lr=6e-4, clip=1.0))
-        master = state.read_float32(0, 5)
+        master = master_of(state)[:5]
         assert master == pytest.approx(np.full(5, 0.94), abs=1e-4)
         streamed = (arena.view(arena_map.weights[1])[:5].astype(np.uint32) << 16).view(np.float32)
         assert streamed == pytest.approx(master, rel=2**-8)

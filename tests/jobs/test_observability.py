@@ -15,23 +15,17 @@ import pytest
 
 from cluster.environment import client_environment
 from cluster.state import StateDirectory
+from support.small_recipe import SMALL_MODEL
 from tiers.manifest import read_manifest, verify
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-RECIPE = """
+RECIPE = (
+    SMALL_MODEL
+    + """
 [run]
 name = "observed"
 dir = "{run_dir}"
-[model.config]
-model_type = "llama"
-hidden_size = 64
-intermediate_size = 160
-num_hidden_layers = 4
-num_attention_heads = 4
-num_key_value_heads = 2
-vocab_size = 320
-max_position_embeddings = 512
 [data]
 path = "{data}"
 [train]
@@ -47,6 +41,7 @@ max_grad_norm = 0
 [memory]
 optimizer_actors = 1
 """
+)
 
 pytestmark = pytest.mark.ray
 

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.messages import IGNORED
 from pipeline.recipe import load_recipe
 from support.kills import REPOSITORY, assert_same_state, rows, running
+from support.small_recipe import SMALL_MODEL
 from support.tiny import tiny_config
 from tasks import export_hf, train
 from tasks.data.loader import eval_batches
@@ -30,17 +31,7 @@ from tiers.manifest import read_manifest
 
 STEPS = 60
 
-RECIPE = f"""
-[model.config]
-model_type = "llama"
-hidden_size = 64
-intermediate_size = 160
-num_hidden_layers = 4
-num_attention_heads = 4
-num_key_value_heads = 2
-vocab_size = 320
-max_position_embeddings = 128
-[data]
+RECIPE = f"""{SMALL_MODEL}[data]
 path = "text"
 eval_fraction = 0.2
 [train]

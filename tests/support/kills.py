@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from support.small_recipe import SMALL_MODEL
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 GIVE_UP_S = 240.0
 
@@ -27,17 +29,7 @@ STEPS = 16
 EVERY = 4
 """Steps between checkpoints."""
 
-RECIPE = f"""
-[model.config]
-model_type = "llama"
-hidden_size = 64
-intermediate_size = 160
-num_hidden_layers = 4
-num_attention_heads = 4
-num_key_value_heads = 2
-vocab_size = 320
-max_position_embeddings = 128
-[data]
+RECIPE = f"""{SMALL_MODEL}[data]
 path = "text"
 eval_fraction = 0.2
 [train]

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from support.masters import master_of
 from tiers.arena import Arena
 from tiers.initialise import BLOCK_ELEMENTS, draw_block, initialise_layer
 from tiers.layout import (
@@ -50,7 +51,7 @@ def masters(plan: TierPlan, seed: int, *, threads: int = 1, order: int = 1) -> d
         for layer in plan.model.layers[::order]:
             initialise_layer(arena, arena_map, layer, seed, threads)
             state = LayerState.of(arena, arena_map, layer)
-            everything = state.read_float32(0, layer.numel).copy()
+            everything = master_of(state)
             for tensor in layer.tensors:
                 found[tensor.name] = everything[tensor.offset : tensor.offset + tensor.numel].copy()
                 everything[tensor.offset : tensor.offset + tensor.numel] = 0

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from support.masters import master_of
 from tiers import safetensors_source
 from tiers.arena import Arena
 from tiers.errors import ImportedTensorError, ShardError
@@ -96,7 +97,7 @@ def loaded(directory: Path, model: ModelLayout) -> Iterator[dict[str, np.ndarray
         for layer in model.layers:
             source.read_layer_into(arena, arena_map, layer)
             state = LayerState.of(arena, arena_map, layer)
-            values = state.read_float32(0, layer.numel).copy()
+            values = master_of(state)
             for tensor in layer.tensors:
                 part = slice(tensor.offset, tensor.offset + tensor.numel)
                 masters[tensor.name] = values[part].reshape(tensor.shape).copy()
