@@ -20,6 +20,8 @@ ACTORS = {
     Op.EVALUATE: "compute",
     Op.BACKWARD: "compute",
     Op.OFFLOAD: "compute",
+    Op.STORE_SUM: "compute",
+    Op.FETCH_SUM: "compute",
     Op.LOSS: "compute",
     Op.NORM: "compute",
     Op.LEND_STATE: "compute",

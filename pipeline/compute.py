@@ -53,7 +53,7 @@ class Compute:
         self._register(0, arena_map.registered_bytes)
         self._streams = open_streams(self._device)
         self._spans = SpanRecorder(ACTOR_NAME, settings.record_spans)
-        self._layer_names = [layer.name for layer in model.layers]
+        self._layers = model.layers
         weights = [_tensor(self._arena, extent) for extent in arena_map.weights]
         self._gradients = [_tensor(self._arena, extent) for extent in arena_map.gradients]
         room = _tensor(self._arena, arena_map.activations).view(torch.uint8) if arena_map.activations else None
@@ -66,7 +66,15 @@ class Compute:
         self._lent = LentStates(model, self._lendable(arena_map), settings.optimizer, self._streams)
         boundaries = Boundaries(self._streams, room)
         self._passes = Passes(
-            spec, model, settings, self._streams, self._slots, self._outgoing, boundaries, self._spans
+            spec,
+            model,
+            settings,
+            self._streams,
+            self._slots,
+            self._outgoing,
+            boundaries,
+            self._spans,
+            {layer: _tensor(self._arena, extent) for layer, extent in arena_map.gradient_sums.items()},
         )
 
     def ready(self) -> int:
@@ -118,6 +126,16 @@ class Compute:
     def offload(self, step: int, layer: int, *after: object) -> None:
         """Copy a layer's gradient into the arena; return when the last byte is there."""
         self._outgoing.drain(step, layer, self._gradients[layer], self._spans).synchronize()
+
+    @ray.method(concurrency_group="offload")
+    def store_sum(self, step: int, layer: int, *after: object) -> None:
+        """Copy the sum of a layer's gradient over the waves so far to the arena."""
+        self._passes.carried.store(self._layers[layer], self._spans)
+
+    @ray.method(concurrency_group="transfer")
+    def fetch_sum(self, step: int, layer: int, *after: object) -> None:
+        """Bring that sum back, for the next wave to go on with."""
+        self._passes.carried.fetch(self._layers[layer], self._spans)
 
     @ray.method(concurrency_group="transfer")
     def lend_state(self, step: int, layer: int, *after: object) -> None:
@@ -171,7 +189,7 @@ class Compute:
         if limit is not None:
             control = decide(control, self._settings.learning_rate, loss, global_norm(sums), limit)
         self._passes.steps.end(step)
-        return control, report(control, loss, sums, self._layer_names, self._take_peak_bytes())
+        return control, report(control, loss, sums, [layer.name for layer in self._layers], self._take_peak_bytes())
 
     @ray.method(concurrency_group="compute")
     def evaluate_head(self, step: int, slot: int, *after: object) -> LossSum:

@@ -31,6 +31,8 @@ class ComputeSettings:
     """Decoder layers, the last ones, that keep weights and graph from forward to backward."""
     boundary_every: int = 1
     """Of the recomputed decoder layers one in so many keeps its input for the backward."""
+    waves: int = 1
+    """Parts of a step's micro-batches that pass all layers one after another."""
     device_updates: tuple[int, ...] = ()
     """Layers that are updated on the device, in the slots that they lie in when a step ends. Only with clipping."""
     optimizer: OptimizerSettings | None = None
@@ -45,7 +47,7 @@ class ComputeSettings:
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
-        for name in ("decoder_slots", "outgoing_buffers", "head_chunk_tokens", "boundary_every", "threads"):
+        for name in ("decoder_slots", "outgoing_buffers", "head_chunk_tokens", "boundary_every", "waves", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mlp_chunk_tokens < 0:

@@ -173,6 +173,10 @@ class Coordinator:
                 return [compute.backward.options(name=name).remote(step, layer, slot, *after)]
             case Op.OFFLOAD:
                 return [compute.offload.options(name=name).remote(step, layer, *after)]
+            case Op.STORE_SUM:
+                return [compute.store_sum.options(name=name).remote(step, layer, *after)]
+            case Op.FETCH_SUM:
+                return [compute.fetch_sum.options(name=name).remote(step, layer, *after)]
             case Op.LOSS:
                 self._control = compute.loss.options(name=name).remote(step, self._control, *after)
                 return [self._control]

@@ -19,32 +19,45 @@ from tiers.layout import ELEMENTS_ALIGNMENT, LayerKind, LayerLayout, ModelLayout
 
 
 class Accumulators:
-    """fp32 sums of gradients: one for the decoder layer at work, one for the layers of the vocabulary.
+    """fp32 sums of gradients: one for the layer at work, and one for a tied matrix.
 
-    A tied matrix collects its gradient from the head to the embedding, right through the decoder layers. Otherwise at
-    most one layer is being summed at any time, and all share one buffer.
+    A tied matrix collects its gradient from the head to the embedding, right through the decoder layers. Of the other
+    layers at most one is being summed at any time, and all share one buffer; or they take turns between two, where
+    sums leave for the host and come back between the waves of a step.
     """
 
-    def __init__(self, layout: ModelLayout, device: torch.device) -> None:
-        def zeros(layers: list[LayerLayout]) -> torch.Tensor:
-            return torch.zeros(max(layer.numel for layer in layers), dtype=torch.float32, device=device)
+    def __init__(self, layout: ModelLayout, device: torch.device, in_turn: int = 1) -> None:
+        """Allocate, all zeros.
 
-        if layout.tied:
-            others = zeros([layer for layer in layout.layers if layer.kind is not LayerKind.EMBEDDING])
-            self._buffers = dict.fromkeys(LayerKind, others)
-            self._buffers[LayerKind.EMBEDDING] = zeros([layout.layers[0]])
-        else:
-            shared = zeros(list(layout.layers))
-            self._buffers = dict.fromkeys(LayerKind, shared)
+        Args:
+            layout: The model.
+            device: Where the sums are made.
+            in_turn: Buffers that layers take turns in, from the head down: 1 or 2.
+        """
+        head = len(layout.layers) - 1
+        numel: dict[int, int] = {}
+        self._number: dict[int, int] = {}
+        for layer in layout.layers:
+            own = in_turn if layout.tied else 0
+            number = (head - layer.index) % in_turn if layer.kind is not LayerKind.EMBEDDING else own
+            self._number[layer.index] = number
+            numel[number] = max(numel.get(number, 0), layer.numel)
+        self._buffers = {
+            number: torch.zeros(size, dtype=torch.float32, device=device) for number, size in numel.items()
+        }
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the accumulators."""
-        return sum(buffer.nbytes for buffer in {id(buffer): buffer for buffer in self._buffers.values()}.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def number(self, layer: LayerLayout) -> int:
+        """Of the buffer that a layer uses."""
+        return self._number[layer.index]
 
     def of(self, layer: LayerLayout) -> torch.Tensor:
         """The accumulator that a layer uses, fp32 [layer.numel]."""
-        return self._buffers[layer.kind][: layer.numel]
+        return self._buffers[self._number[layer.index]][: layer.numel]
 
 
 def sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:

@@ -45,9 +45,9 @@ class HeadPass:
     def loss_and_backward(self, state: StepState, slot: int, boundaries: Boundaries, sums: GradientSums) -> None:
         """Loss of every micro-batch and the way back through the LM head and the final norm."""
         with self._work.reading("head", *self._reads(slot)) as weights:
-            matrix, (norm_sum, matrix_sum) = self._vocabulary(weights), sums.of_head()
+            matrix, (norm_sum, matrix_sum) = self._vocabulary(weights), sums.open_head()
             inputs = boundaries.take(state.step, self._layout.index)[::-1]
-            for targets in state.targets:
+            for targets in state.at_work(state.targets):
                 loss, gradient = self._head.loss_and_backward(
                     inputs.pop(),
                     targets,
@@ -60,14 +60,14 @@ class HeadPass:
                 state.loss += loss
                 state.gradients.append(gradient)
             state.loss_known = self._streams.compute.mark()
-            sums.finish(state, self._layout.index)
+            sums.close(state, self._layout.index)
 
     def loss(self, state: StepState, slot: int, boundaries: Boundaries) -> None:
         """Sum of the token losses of an evaluation pass."""
         with self._work.reading("evaluate", *self._reads(slot)) as weights:
             matrix = self._vocabulary(weights)
             inputs = boundaries.take(state.step, self._layout.index)
-            for x, targets in zip(inputs, state.targets, strict=True):
+            for x, targets in zip(inputs, state.at_work(state.targets), strict=True):
                 state.loss += self._head.loss(x, targets, self._final_norm, matrix)
             state.loss_known = self._streams.compute.mark()
 

@@ -30,6 +30,10 @@ class Op(StrEnum):
     """Recompute and backward for every micro-batch; gradients summed in fp32 on the device."""
     OFFLOAD = "offload"
     """Device gradient -> the layer's gradient slot in RAM; returns when the bytes have landed."""
+    STORE_SUM = "store_sum"
+    """Of a step in waves: the fp32 sum of a layer's gradient -> RAM, where it waits for the next wave."""
+    FETCH_SUM = "fetch_sum"
+    """That sum -> the accumulator on the device, where the next wave goes on with it."""
     LOSS = "loss"
     """The loss, known on the host before any update: decides whether the step is applied, without clipping."""
     NORM = "norm"
@@ -53,7 +57,7 @@ class Op(StrEnum):
 
 
 class Pass(StrEnum):
-    """A layer's weights are streamed at most once in each pass of a step."""
+    """A layer's weights are streamed at most once in each pass of a wave."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -66,12 +70,14 @@ class Key(NamedTuple):
     op: Op
     layer: int = -1
     pass_: Pass = Pass.FORWARD
+    wave: int = 0
 
     def __str__(self) -> str:
         """As the dashboard and `ray timeline` show it."""
         layer = f"[{self.layer}]" if self.layer >= 0 else ""
         again = "re" if self.pass_ is not Pass.FORWARD and self.op in (Op.STAGE, Op.LOAD_WEIGHTS) else ""
-        return f"{again}{self.op}{layer}"
+        wave = f" wave {self.wave + 1}" if self.wave else ""
+        return f"{again}{self.op}{layer}{wave}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,13 @@ compute lane (`begin` alone may run beside it, in another).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from pipeline.activations import Boundaries
 from pipeline.attention import build_attention_context
+from pipeline.carried_sums import CarriedSums
 from pipeline.compute_settings import ComputeSettings
 from pipeline.device_slots import WeightSlots
 from pipeline.device_work import DeviceWork
@@ -43,15 +46,18 @@ class Passes:
         outgoing: OutgoingGradients,
         boundaries: Boundaries,
         spans: SpanRecorder,
+        gradient_sums: Mapping[int, torch.Tensor],
     ) -> None:
-        self.accumulators = Accumulators(model, streams.device)
+        self.accumulators = Accumulators(model, streams.device, min(settings.waves, 2))
+        self.carried = CarriedSums(self.accumulators, gradient_sums, streams)
         self.steps = StepsInFlight()
         self._spec = spec
         self._model = model
         self._streams = streams
         self._slots = slots
         self._boundaries = boundaries
-        self._sums = GradientSums(model, self.accumulators, outgoing)
+        self._sums = GradientSums(model, self.accumulators, outgoing, self.carried if settings.waves > 1 else None)
+        self._waves = settings.waves
         self._family = family_of(spec)
         self._rotary = self._family.build_rotary(streams.device)
         self._templates = LayerTemplates(
@@ -107,23 +113,25 @@ class Passes:
                 loss=torch.zeros((), dtype=torch.float64, device=device),
                 sums_of_squares=torch.zeros(count, dtype=torch.float64, device=device),
                 begun=self._streams.prepare.mark(),
+                waves=self._waves if step >= 0 else 1,
             )
         self.steps.add(state)
 
     def forward(self, step: int, layer: int, slot: int) -> None:
-        """Pass every micro-batch through the embedding or a decoder layer."""
+        """Pass every micro-batch through the embedding, where a wave begins, or through a decoder layer."""
         state = self.steps[step]
         if layer == 0:
+            state.begin_wave()
             self._streams.compute.wait(state.begun)
         with self._work.reading(f"forward[{layer}]", (layer, slot)) as (weights,), torch.no_grad():
             if layer == 0:
                 (matrix,) = tensor_views(weights, self._model.layers[0])
-                outputs = [self._family.embed(ids, matrix) for ids in state.input_ids]
+                outputs = [self._family.embed(ids, matrix) for ids in state.at_work(state.input_ids)]
             else:
                 template = self._templates.of(layer, slot)
                 stays = state.training and self._groups.keeps_input(layer)
                 inputs = (self._boundaries.read if stays else self._boundaries.take)(step, layer)
-                pairs = list(zip(inputs, state.contexts, strict=True))
+                pairs = list(zip(inputs, state.at_work(state.contexts), strict=True))
                 if state.training and layer in self._kept:
                     outputs = self._kept.forward(state, layer, template, pairs)
                 else:
@@ -138,7 +146,7 @@ class Passes:
         state = self.steps[step]
         with self._work.reading(f"recompute[{layer}]", (layer, slot)):
             template = self._templates.of(layer, slot)
-            pairs = zip(self._boundaries.read(step, layer), state.contexts, strict=True)
+            pairs = zip(self._boundaries.read(step, layer), state.at_work(state.contexts), strict=True)
             self._boundaries.keep(step, layer + 1, [template.forward(x, context) for x, context in pairs])
 
     def head(self, step: int, slot: int) -> None:
@@ -154,24 +162,26 @@ class Passes:
 
         The embedding needs neither inputs nor weights.
         """
-        state, layout = self.steps[step], self._model.layers[layer]
+        state = self.steps[step]
         with self._work.reading(f"backward[{layer}]", *([(layer, slot)] if layer else [])):
-            views = self._sums.views(layout)
+            views = self._sums.open(layer)
             if layer == 0:
+                gradients = (state.embedding_gradients + state.gradients)[::-1]
+                state.embedding_gradients, state.gradients = [], []
                 for ids in state.input_ids:
-                    self._family.embed_backward(ids, state.gradients.pop(0), views[0])
+                    self._family.embed_backward(ids, gradients.pop(), views[0])
             else:
                 template = self._templates.of(layer, slot)
                 inputs = self._boundaries.take(step, layer)[::-1]
                 self._boundaries.prefetch(step, self._groups.needed_next(layer))
                 graphs = state.graphs.pop(layer, [])[::-1]
-                for index, context in enumerate(state.contexts):
+                for index, context in enumerate(state.at_work(state.contexts)):
                     x, gradient = inputs.pop(), state.gradients[index]
                     state.gradients[index] = (
                         template.backward_kept(graphs.pop(), gradient, views)
                         if graphs
                         else template.backward(x, context, gradient, views)
                     )
-            self._sums.finish(state, layer)
+            self._sums.close(state, layer)
             if layer == 0:
                 state.sums_known = self._streams.compute.mark()

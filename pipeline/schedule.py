@@ -2,7 +2,7 @@
 
 `coordinator` submits the graph as Ray calls, `simulate` prices it, tests walk it. An edge means "may start once that
 call has returned"; device work behind a returned call is ordered on the device by streams and events. The parts of the
-order are in `streaming_order` and `update_order`.
+order are in `streaming_order`, `sum_order` and `update_order`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pipeline.graph import Graph, Resource
 from pipeline.operations import Key, Op, Operation
 from pipeline.schedule_plan import SchedulePlan
 from pipeline.streaming_order import StreamingOrder
+from pipeline.sum_order import SumOrder
 from pipeline.update_order import UpdateOrder
 
 __all__ = ["SchedulePlan", "build_evaluation", "build_snapshot", "build_step"]
@@ -38,7 +39,7 @@ def build_snapshot(plan: SchedulePlan) -> tuple[Operation, ...]:
 def build_evaluation(plan: SchedulePlan) -> tuple[Operation, ...]:
     """Build a pass that only measures the loss. It runs alone: nothing of a training step may be in flight."""
     graph = Graph(plan, {})
-    streaming = StreamingOrder(graph)
+    streaming = StreamingOrder(graph, SumOrder(graph))
     streaming.forward_pass()
     streaming.evaluate()
     return tuple(graph.operations)
@@ -46,15 +47,23 @@ def build_evaluation(plan: SchedulePlan) -> tuple[Operation, ...]:
 
 def _step(plan: SchedulePlan, carried: Mapping[Resource, Key], checkpoint: bool) -> Graph:
     graph = Graph(plan, carried)
-    streaming = StreamingOrder(graph)
+    sums = SumOrder(graph)
+    streaming = StreamingOrder(graph, sums)
     updates = UpdateOrder(graph, streaming)
-    streaming.forward_pass()
-    head = streaming.head()
+    last_wave = plan.waves - 1
+    for wave in range(last_wave):
+        streaming.forward_pass(wave)
+        sums.store(plan.head, wave, streaming.head(wave))
+        # The embedding's backward waits for the last wave: only then are the sums in the order of a single wave.
+        for layer in range(plan.head - 1, 0, -1):
+            sums.store(layer, wave, streaming.backward(layer, wave))
+    streaming.forward_pass(last_wave)
+    head = streaming.head(last_wave)
     if not plan.clip:
         graph.add(Key(Op.LOSS), after=(head,), after_last=(Key(Op.LOSS),))
     updates.leave(plan.head, head)
     for layer in range(plan.head - 1, -1, -1):
-        last = streaming.backward(layer)
+        last = streaming.backward(layer, last_wave)
         updates.leave(layer, last)
     graph.add(Key(Op.NORM), after=(last, *(() if plan.clip else (Key(Op.LOSS),))), after_last=(Key(Op.NORM),))
     if plan.clip:

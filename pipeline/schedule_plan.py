@@ -44,6 +44,9 @@ class SchedulePlan:
     boundary_every: int = 1
     """Of the recomputed decoder layers one in so many keeps its input for the backward, which makes the others' anew.
     With more than this many decoder slots their weights are streamed no more often for it."""
+    waves: int = 1
+    """Parts of a step's micro-batches that pass all layers one after another; fp32 sums of gradients wait for the next
+    in RAM, in a gradient slot of every layer's own."""
 
     @property
     def num_layers(self) -> int:
@@ -79,6 +82,10 @@ class SchedulePlan:
     def gradient_slot(self, layer: int) -> int:
         """RAM slot that holds the layer's gradient from `offload` to `update`."""
         return self.gradient_slots[layer] if self.gradient_slots else layer
+
+    def accumulator(self, layer: int) -> int:
+        """Accumulator of a layer's gradient: of a step in waves one works while the other's sum leaves or comes."""
+        return (self.head - layer) % 2 if self.waves > 1 and layer else 0
 
     def gradient_on_device(self, layer: int) -> bool:
         """Whether the layer's gradient stays on the device until the norm, beyond the end of its backward."""

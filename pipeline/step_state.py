@@ -7,7 +7,9 @@ passes have numbers below zero and keep nothing for a backward.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +20,9 @@ from pipeline.errors import TokenIdError
 from pipeline.messages import IGNORED, Batch
 from pipeline.streams import Mark
 from pipeline.template import KeptGraph
+from pipeline.waves import micro_batches_of
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -38,12 +43,36 @@ class StepState:
     """fp64 [layers]: of the gradients, complete at `sums_known`."""
     begun: Mark
     """When the tensors above were made."""
+    waves: int = 1
+    """Parts in which the micro-batches pass all layers one after another."""
+    wave: int = -1
+    """The one at work; `begin_wave` counts."""
     gradients: MicroBatches = field(default_factory=list)
-    """By micro-batch: gradient of the loss with respect to the output of the layer whose backward comes next."""
+    """By micro-batch of the wave: gradient of the loss with respect to the output of the layer whose backward comes
+    next."""
+    embedding_gradients: MicroBatches = field(default_factory=list)
+    """By micro-batch of the waves before: gradient with respect to the embedding's output. Its backward comes once."""
     graphs: dict[int, list[KeptGraph]] = field(default_factory=dict)
     """By layer that is not recomputed: what its forward kept, one a micro-batch."""
     loss_known: Mark | None = None
     sums_known: Mark | None = None
+
+    def begin_wave(self) -> None:
+        """Turn to the next wave's micro-batches, once the last layer's backward of the wave before is enqueued."""
+        self.wave += 1
+        assert self.wave < self.waves
+        self.embedding_gradients += self.gradients
+        self.gradients = []
+
+    def at_work(self, by_micro_batch: Sequence[T]) -> Sequence[T]:
+        """Of a sequence over all micro-batches, the part of the wave at work."""
+        part = micro_batches_of(self.wave, self.waves, len(by_micro_batch))
+        return by_micro_batch[part.start : part.stop]
+
+    @property
+    def in_last_wave(self) -> bool:
+        """Whether gradients are complete when this wave has been through a layer."""
+        return self.wave == self.waves - 1
 
     @property
     def training(self) -> bool:

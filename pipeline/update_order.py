@@ -86,7 +86,7 @@ class UpdateOrder:
                 continue
             if layer == 0 and not self._plan.tied:
                 # The head may have taken its place.
-                self._staged_again[layer] = self._streaming.stage(layer, Pass.BACKWARD)
+                self._staged_again[layer] = self._streaming.stage(layer, Pass.BACKWARD, self._plan.waves - 1)
             self._graph.add(
                 Key(Op.LEND_STATE, layer),
                 after=(self._complete[below],),

@@ -7,7 +7,7 @@ share the element offsets. An *extent* is where one buffer of one layer lies in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -197,6 +197,9 @@ class TierPlan:
     gradient_type: ElementType
     activation_bytes: int = 0
     """Pinned room for spilled boundary activations."""
+    gradient_sums: bool = False
+    """Whether fp32 sums of gradients wait in the gradient slots, which every layer then has for itself, as wide as
+    fp32: of a step in waves."""
 
 
 class Extent(NamedTuple):
@@ -228,6 +231,9 @@ class ArenaMap:
     states: tuple[dict[Buffer, Extent], ...]
     """By layer: what `update` reads and writes: WEIGHT and every state buffer."""
     activations: Extent | None
+    gradient_sums: Mapping[int, Extent]
+    """By layer: where its fp32 sum waits, in the place of its gradient; without the embedding, and empty without
+    sums."""
 
     @classmethod
     def of(cls, plan: TierPlan) -> ArenaMap:
@@ -237,7 +243,17 @@ class ArenaMap:
         assert len(layers) == len(homes)
         cursor = _Cursor()
         weights = _region(cursor, layers, [home.weight_slot for home in homes], types[Buffer.WEIGHT])
-        gradients = _region(cursor, layers, [home.gradient_slot for home in homes], types[Buffer.GRADIENT])
+        gradient_slots = [home.gradient_slot for home in homes]
+        sums: dict[int, Extent] = {}
+        if plan.gradient_sums:
+            assert len(set(gradient_slots)) == len(layers), "sums need a gradient slot for every layer"
+            # The embedding's backward comes once a step.
+            embedding = _region(cursor, layers[:1], gradient_slots[:1], types[Buffer.GRADIENT])
+            wide = _region(cursor, layers[1:], gradient_slots[1:], ElementType.FLOAT32)
+            sums = {layer.index: extent for layer, extent in zip(layers[1:], wide, strict=True)}
+            gradients = (*embedding, *(extent._replace(element=types[Buffer.GRADIENT]) for extent in wide))
+        else:
+            gradients = _region(cursor, layers, gradient_slots, types[Buffer.GRADIENT])
         activations = None
         if plan.activation_bytes:
             numel = round_up(plan.activation_bytes, PAGE_BYTES) // ElementType.BFLOAT16.bytes
@@ -257,7 +273,7 @@ class ArenaMap:
             | {buffer: extents[layer.index] for buffer, extents in by_buffer.items()}
             for layer in layers
         )
-        return cls(plan, cursor.offset, registered_bytes, weights, gradients, states, activations)
+        return cls(plan, cursor.offset, registered_bytes, weights, gradients, states, activations, sums)
 
     def extents(self) -> Iterator[Extent]:
         """Every extent, those that share a slot included more than once."""

@@ -110,15 +110,15 @@ def test_updates_on_the_device_and_kept_layers_leave_the_bits_of_plain_steps(tmp
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
-    ("precision", "max_grad_norm", "nvme"),
-    [(Precision.FP32, 0.5, False), (Precision.BF16, None, True), (Precision.BF16, 0.5, True)],
-    ids=["fp32-clipped", "bf16-unclipped-nvme", "bf16-clipped-nvme"],
+    ("precision", "max_grad_norm", "nvme", "waves"),
+    [(Precision.FP32, 0.5, False, 1), (Precision.BF16, None, True, 1), (Precision.BF16, 0.5, True, 2)],
+    ids=["fp32-clipped", "bf16-unclipped-nvme", "bf16-clipped-nvme-waves"],
 )
 def test_actors_with_two_steps_in_flight_leave_the_inline_runs_bits(
-    precision: Precision, max_grad_norm: float | None, nvme: bool, tmp_path: Path
+    precision: Precision, max_grad_norm: float | None, nvme: bool, waves: int, tmp_path: Path
 ) -> None:
     case = Case(tiny_config("qwen3"), precision, max_grad_norm)
-    spread = replace(case, optimizer_actors=2)
+    spread = replace(case, optimizer_actors=2, waves=waves, boundary_every=waves)
     if nvme:
         spread = replace(spread, state_on_nvme=LAYERS, weights_on_nvme=LAYERS[:-1], nvme_dir=tmp_path)
     results, middle, end = ray_outcome(spread, tmp_path / "run")

@@ -50,6 +50,7 @@ class Case:
     device_updates: tuple[int, ...] = ()
     kept_layers: int = 0
     boundary_every: int = 1
+    waves: int = 1
     kept_in_lent_room: int = 0
     io_threads: int = 2
 
@@ -61,7 +62,7 @@ class Case:
         clip = self.max_grad_norm is not None
         placed = homes(
             model,
-            clip=clip,
+            clip=clip or self.waves > 1,
             state=self.state_on_nvme,
             weights=self.weights_on_nvme,
             staging_slots=self.staging_slots,
@@ -81,9 +82,10 @@ class Case:
             device_updates=self.device_updates,
             kept_layers=self.kept_layers,
             boundary_every=self.boundary_every,
+            waves=self.waves,
             kept_in_lent_room=self.kept_in_lent_room,
         )
-        return TierPlan(model, placed, self.gradients or default, self.activation_bytes), schedule
+        return TierPlan(model, placed, self.gradients or default, self.activation_bytes, self.waves > 1), schedule
 
     def compute_settings(self) -> ComputeSettings:
         return ComputeSettings(
@@ -97,6 +99,7 @@ class Case:
             device_updates=self.device_updates,
             kept_layers=self.kept_layers,
             boundary_every=self.boundary_every,
+            waves=self.waves,
             optimizer=self.optimizer_settings(),
         )
 
@@ -145,6 +148,10 @@ class InlineRun:
                     self.compute.backward(step, layer, slot)
                 case Op.OFFLOAD:
                     self.compute.offload(step, layer)
+                case Op.STORE_SUM:
+                    self.compute.store_sum(step, layer)
+                case Op.FETCH_SUM:
+                    self.compute.fetch_sum(step, layer)
                 case Op.LEND_STATE:
                     self.compute.lend_state(step, layer)
                 case Op.UPDATE_ON_DEVICE:

@@ -28,6 +28,7 @@ def make_plan(
     kept: int = 0,
     sharing: int = 0,
     every: int = 1,
+    waves: int = 1,
 ) -> SchedulePlan:
     kinds = (LayerKind.EMBEDDING, *[LayerKind.DECODER] * decoders, LayerKind.HEAD)
     slots = tuple(None if kind is not LayerKind.DECODER else index % 2 for index, kind in enumerate(kinds))
@@ -52,33 +53,57 @@ def make_plan(
         device_gradients=device_gradients,
         kept_layers=min(kept, decoders),
         boundary_every=every,
+        waves=waves,
         kept_in_lent_room=min(sharing, kept, decoders),
         device_updates=tuple(range(min(on_device, decoder_slots + 1, decoders + 1))) if spilled == "none" else (),
     )
 
 
-plans = st.builds(
-    make_plan,
-    decoders=st.integers(1, 7),
-    tied=st.booleans(),
-    clip=st.just(True),
-    decoder_slots=st.integers(1, 3),
-    spilled=st.sampled_from(["none", "state", "weights"]),
-    held=st.integers(0, 9),
-    on_device=st.integers(0, 4),
-    kept=st.integers(0, 7),
-    sharing=st.integers(0, 7),
-    every=st.integers(1, 4),
-) | st.builds(
-    make_plan,
-    decoders=st.integers(1, 7),
-    tied=st.booleans(),
-    clip=st.just(False),
-    decoder_slots=st.integers(1, 3),
-    spilled=st.sampled_from(["none", "state", "weights"]),
-    ring=st.sampled_from([0, 2, 3]),
-    kept=st.integers(0, 7),
-    every=st.integers(1, 4),
+plans = (
+    st.builds(
+        make_plan,
+        decoders=st.integers(1, 7),
+        tied=st.booleans(),
+        clip=st.just(True),
+        decoder_slots=st.integers(1, 3),
+        spilled=st.sampled_from(["none", "state", "weights"]),
+        held=st.integers(0, 9),
+        on_device=st.integers(0, 4),
+        kept=st.integers(0, 7),
+        sharing=st.integers(0, 7),
+        every=st.integers(1, 4),
+    )
+    | st.builds(
+        make_plan,
+        decoders=st.integers(1, 7),
+        tied=st.booleans(),
+        clip=st.just(False),
+        decoder_slots=st.integers(1, 3),
+        spilled=st.sampled_from(["none", "state", "weights"]),
+        ring=st.sampled_from([0, 2, 3]),
+        kept=st.integers(0, 7),
+        every=st.integers(1, 4),
+    )
+    | st.builds(
+        make_plan,
+        decoders=st.integers(1, 7),
+        tied=st.booleans(),
+        clip=st.booleans(),
+        decoder_slots=st.integers(1, 3),
+        spilled=st.sampled_from(["none", "state", "weights"]),
+        kept=st.integers(0, 7),
+        every=st.integers(1, 4),
+        waves=st.integers(2, 4),
+    )
+    | st.builds(
+        make_plan,
+        decoders=st.integers(1, 7),
+        tied=st.booleans(),
+        on_device=st.integers(1, 4),
+        kept=st.integers(0, 7),
+        sharing=st.integers(0, 7),
+        waves=st.integers(2, 3),
+    )
 )
 
 
@@ -100,6 +125,9 @@ class Machine:
     on_disk: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     inputs: dict[int, int] = field(default_factory=dict)
     """By layer whose input is on the device: the step."""
+    sums: dict[int, tuple[int, int, int] | None] = field(default_factory=dict)
+    """By accumulator: layer, step and number of waves that are summed in it; None once it may be used anew."""
+    ram_sums: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     log: Counter[str] = field(default_factory=Counter)
 
     def device_key(self, layer: int) -> int:
@@ -152,6 +180,16 @@ class Machine:
                 slot = plan.gradient_slot(layer)
                 assert slot not in self.gradients, f"{key} overwrites {self.gradients[slot]}"
                 self.gradients[slot] = (layer, step)
+            case Op.STORE_SUM:
+                assert self.sums[plan.accumulator(layer)] == (layer, step, key.wave + 1)
+                self.sums[plan.accumulator(layer)] = None
+                slot = plan.gradient_slot(layer)
+                assert slot not in self.gradients, f"{key} overwrites {self.gradients[slot]}"
+                self.ram_sums[slot] = (layer, step, key.wave + 1)
+            case Op.FETCH_SUM:
+                assert self.sums[plan.accumulator(layer)] is None, f"{key} overwrites a sum"
+                self.sums[plan.accumulator(layer)] = self.ram_sums.pop(plan.gradient_slot(layer))
+                assert self.sums[plan.accumulator(layer)] == (layer, step, key.wave)
             case Op.LOAD_STATE:
                 assert self.on_disk[layer] == step
                 self.ram_state[plan.state_slot(layer) or 0] = (layer, step)
@@ -182,9 +220,20 @@ class Machine:
                 assert self.version[layer] == step + 1
         if key.op in (Op.BACKWARD, Op.HEAD):
             layer = plan.head if key.op is Op.HEAD else layer
+            self.sum_gradient(step, layer, key.wave)
+            if key.wave < plan.waves - 1:
+                return
             buffer = self.outgoing_key(layer)
             assert self.outgoing.get(buffer) is None, f"{key} overwrites a gradient that has not left"
             self.outgoing[buffer] = (layer, step)
+
+    def sum_gradient(self, step: int, layer: int, wave: int) -> None:
+        """A wave's gradient comes upon the sum of those before; the embedding has all of its gradient at once."""
+        plan, accumulator = self.plan, self.plan.accumulator(layer)
+        before = self.sums.get(accumulator)
+        assert before == ((layer, step, wave) if wave and layer else None), f"layer {layer} in wave {wave}: {before}"
+        complete = layer == 0 or wave == plan.waves - 1
+        self.sums[accumulator] = None if complete else (layer, step, wave + 1)
 
 
 def walk(plan: SchedulePlan, steps: int, checkpoint_at: int, rng: random.Random) -> Machine:
@@ -275,6 +324,21 @@ def test_a_group_larger_than_the_slots_streams_again_what_was_overwritten_and_no
             "restage[2]",
             "restage[1]",
         )
+    ]
+
+
+def test_a_wave_goes_on_with_the_sums_of_the_one_before_and_the_last_lets_gradients_leave() -> None:
+    names = [str(operation.key) for operation in build_step(make_plan(decoders=3, waves=2))]
+    assert [name for name in names if "head" in name or "backward" in name] == [
+        *("head", "backward[3]", "backward[2]", "backward[1]"),
+        *("head wave 2", "backward[3] wave 2", "backward[2] wave 2", "backward[1] wave 2", "backward[0] wave 2"),
+    ]
+    for layer in (1, 2, 3):
+        wanted = [f"store_sum[{layer}]", f"fetch_sum[{layer}] wave 2", f"backward[{layer}] wave 2", f"offload[{layer}]"]
+        assert [name for name in names if name in wanted] == wanted
+    # What still lies on the device when a wave ends is not streamed again for the next; the head took the embedding.
+    assert [name for name in names if name.startswith("stage") and name.endswith("wave 2")] == [
+        *("stage[0] wave 2", "stage[3] wave 2", "stage[4] wave 2")
     ]
 
 
