@@ -28,6 +28,12 @@ def busy_shares(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> dict
     return {lane: sum(map(_covered, of.values())) / len(of) / window_s for lane, of in intervals.items()}
 
 
+def any_busy_s(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> float:
+    """Seconds of a window in which at least one lane of any actor was at work."""
+    within = ((max(span.start_s, start_s), min(span.end_s, end_s)) for span in spans)
+    return _covered([(start, end) for start, end in within if end > start])
+
+
 def _covered(intervals: list[tuple[float, float]]) -> float:
     """Length of the union."""
     covered, reached = 0.0, float("-inf")

@@ -16,6 +16,13 @@ from pipeline.simulate import simulate
 from tasks.bench.step import StepReport
 from tasks.preparation import Preparation
 
+BYTES_LIMITS = (0.0, 0.05)
+"""Of a prediction's excess: never below, since what was promised to fit would not."""
+STEP_LIMITS = (-0.15, 0.15)
+
+STEP = "step"
+"""What the figure of the whole step is called."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -31,6 +38,20 @@ class Figure:
     def excess(self) -> float:
         """How far the prediction lies above the measurement, as a share of it; negative where below."""
         return self.predicted / self.measured - 1
+
+    @property
+    def violation(self) -> str | None:
+        """How a plan that can be trusted would not miss it; None where it is within the limits, or there are none."""
+        if self.unit == "bytes":
+            limits = BYTES_LIMITS
+        elif self.name == STEP:
+            limits = STEP_LIMITS
+        else:
+            return None
+        low, high = limits
+        if low <= self.excess <= high:
+            return None
+        return f"the plan lies {self.excess:+.1%} off the measurement, {low:+.0%} to {high:+.0%} are allowed"
 
 
 def compare(preparation: Preparation, report: StepReport, hardware: Hardware | None) -> tuple[Figure, ...]:
@@ -53,7 +74,7 @@ def compare(preparation: Preparation, report: StepReport, hardware: Hardware | N
         recipe, actors = preparation.recipe, preparation.crew.optimizer_actors
         request = request_of(recipe, shape_of(recipe), cuda=preparation.cuda, optimizer_actors=actors)
         prediction = simulate(CostModel(placement, request.compute, request.step, hardware))
-        figures.append(Figure("step", "s", prediction.step_s, report.step_s))
+        figures.append(Figure(STEP, "s", prediction.step_s, report.step_s))
         for load in prediction.lanes:
             measured = report.lanes.get(str(load.lane), 0.0) * report.step_s
             if load.busy_s and measured:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from tasks.bench.checkpoint import CheckpointReport
 from tasks.bench.comparison import Figure
+from tasks.bench.control import ControlReport
 from tasks.bench.optimizer import OptimizerReport
 from tasks.bench.roof import RoofReport
 from tasks.bench.step import StepReport
@@ -28,6 +30,10 @@ def show(reports: Mapping[str, object]) -> None:
                 _tier(report)
             case OptimizerReport():
                 _optimizer(report)
+            case CheckpointReport():
+                _checkpoint(report)
+            case ControlReport():
+                _control(report)
             case tuple():
                 _comparison(report)
 
@@ -52,7 +58,8 @@ def _comparison(figures: tuple[Figure, ...]) -> None:
     for figure in figures:
         scale, unit = (GIB, "GiB") if figure.unit == "bytes" else (1.0, "s")
         predicted, measured = (f"{value / scale:.2f} {unit}" for value in (figure.predicted, figure.measured))
-        print(f"{figure.name:34}{predicted:>12}{measured:>12}{figure.excess:>+12.1%}")
+        beyond = "" if figure.violation is None else "  beyond its limits"
+        print(f"{figure.name:34}{predicted:>12}{measured:>12}{figure.excess:>+12.1%}{beyond}")
 
 
 def _tier(report: TierReport) -> None:
@@ -79,3 +86,28 @@ def _optimizer(report: OptimizerReport) -> None:
             f"{rate.actors:3} actors x {rate.threads:2} threads  {rate.gparams_per_s:6.2f} Gparam/s  "
             f"{rate.gbps:6.1f} GB/s of host memory"
         )
+
+
+def _checkpoint(report: CheckpointReport) -> None:
+    each = ", ".join(f"{one.overhead:+.1%}" for one in report.rounds)
+    spanned = f"{report.spanned_step_s:.3f} s over the {report.spanned_steps:g} that it spans"
+    beside = report.host_peak_bytes - report.host_bytes
+    print(f"\ncheckpoint, compression {report.compression}, median of {len(report.rounds)}")
+    print(f"written       {report.num_bytes / 1e9:.2f} GB in {report.seconds:.2f} s, {report.gbps:.2f} GB/s")
+    print(f"step          {report.step_s:.3f} s without, {spanned}")
+    print(f"overhead      {report.overhead:+.1%} of these (rounds: {each})")
+    print(f"lost          {report.lost_s:.2f} s: 5 % of a run with one every {report.steps_for_5_percent} steps")
+    print(
+        f"host peak     {report.host_peak_bytes / GIB:.2f} GiB with, {report.host_bytes / GIB:.2f} without: "
+        f"{beside / GIB:+.3f} GiB beside a state of {report.state_bytes / GIB:.2f}"
+    )
+
+
+def _control(report: ControlReport) -> None:
+    alone = f"without Ray, nothing overlapping, {report.inline_step_s * 1e3:.2f} ms"
+    idle = f"{report.idle_s * 1e3:.2f} ms a step in which no lane works ({report.idle_s / report.step_s:.1%})"
+    per = f"{report.idle_per_operation_s * 1e3:.3f} ms for each of {report.operations} operations"
+    print(f"\nstep          {report.step_s * 1e3:.2f} ms; {alone}")
+    print(f"idle          {idle}: {per}, which are {report.calls} calls")
+    print(f"submission    {report.submit_s * 1e3:.2f} ms a step of the driver's time")
+    print(f"empty call    {report.call_s * 1e3:.2f} ms there and back, {report.streamed_call_s * 1e3:.2f} in a stream")

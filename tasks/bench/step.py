@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import statistics
 import subprocess
 import time
@@ -11,24 +11,20 @@ from dataclasses import dataclass
 
 import ray
 
-from pipeline.coordinator import Coordinator, SubmittedStep
-from pipeline.crew import Crew
+from pipeline.coordinator import Coordinator
 from pipeline.families.flops import model_flops_per_token
 from pipeline.lanes import busy_shares
-from pipeline.messages import Lane, LaneSpan, StepResult
+from pipeline.messages import Lane, LaneSpan
 from pipeline.placement import Placement
 from pipeline.stalls import Stalls, stalls_of
-from tasks.bench.synthetic import random_batch
-from tasks.filling import fill
+from tasks.bench.crew import bench_crew
+from tasks.bench.stepper import WARM_UP_STEPS, Stepper
 from tasks.preparation import Preparation
 from tasks.run_log import held_bytes
 from tiers.host_memory import available_host_bytes
 from tiers.layout import ArenaMap
 
 MIB = 2**20
-
-WARM_UP_STEPS = 2
-"""The first compiles, the second fills the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -65,40 +61,37 @@ class StepReport:
     grad_norm: float
 
 
-def measure_steps(preparation: Preparation, steps: int, say: Callable[[str], None]) -> StepReport:
-    """Run warm-up steps and then `steps` measured ones. Ray must be connected."""
+def measure_steps(
+    preparation: Preparation, steps: int, say: Callable[[str], None], until_s: float = math.inf
+) -> StepReport:
+    """Run warm-up steps and then `steps` measured ones. Ray must be connected.
+
+    Args:
+        preparation: Of the recipe.
+        steps: To measure.
+        say: Told how it goes.
+        until_s: `time.monotonic()` from which on no step is begun, once one is measured.
+    """
     recipe, placement = preparation.recipe, preparation.placement
     model = placement.tier.model
     started_s, available_bytes = time.monotonic(), available_host_bytes()
-    namespace = f"megatrain-bench-{ray.get_runtime_context().get_job_id()}"
-    with Crew.start(
-        preparation.spec,
-        placement.tier,
-        preparation.compute,
-        preparation.optimizer,
-        preparation.crew,
-        namespace,
-        say,
-    ) as crew:
-        fill(crew, model, recipe, None, say)
+    with bench_crew(preparation, say) as crew:
         coordinator = Coordinator(crew, placement.schedule, applied_steps=0)
-        say(f"ready after {time.monotonic() - started_s:.1f} s; compiling in the first step")
-        submitted: list[SubmittedStep] = []
-        results: list[StepResult] = []
-        ends_s: list[float] = []
-        for step in range(1, WARM_UP_STEPS + steps + 1):
-            batch = random_batch(recipe, preparation.spec.vocab_size, step)
-            submitted.append(coordinator.submit(step, batch))
-            if step > 1:
-                _finish(coordinator, submitted[step - 2], results, ends_s, say)
-        _finish(coordinator, submitted[-1], results, ends_s, say)
+        stepper = Stepper(coordinator, preparation, say)
+        for number in range(WARM_UP_STEPS + steps):
+            if number > WARM_UP_STEPS and time.monotonic() > until_s:
+                break
+            stepper.advance()
+        stepper.finish()
         coordinator.drain()
+        submitted, results, ends_s = stepper.submitted, stepper.results, stepper.ends_s
         spans = crew.take_spans() + ray.get([ref for step in submitted for ref in step.updates])
         host_bytes = held_bytes(crew, ArenaMap.of(placement.tier).total_bytes)
         host_taken_bytes = available_bytes - available_host_bytes()
         device_taken_bytes = device_bytes_in_use() if preparation.cuda else 0
+    steps = len(submitted) - WARM_UP_STEPS
     start_s, end_s = ends_s[WARM_UP_STEPS - 1], ends_s[-1]
-    step_s_all = tuple(b - a for a, b in itertools.pairwise(ends_s))[WARM_UP_STEPS - 1 :]
+    step_s_all = stepper.lengths_s(WARM_UP_STEPS + 1, len(submitted))
     step_s = statistics.median(step_s_all)
     tokens = recipe.train.sequences_per_step * recipe.train.sequence_length
     stalls = stalls_of(spans, start_s, end_s)
@@ -123,20 +116,6 @@ def measure_steps(preparation: Preparation, steps: int, say: Callable[[str], Non
         loss=results[-1].loss,
         grad_norm=results[-1].grad_norm,
     )
-
-
-def _finish(
-    coordinator: Coordinator,
-    submitted: SubmittedStep,
-    results: list[StepResult],
-    ends_s: list[float],
-    say: Callable[[str], None],
-) -> None:
-    result = coordinator.wait(submitted)
-    results.append(result)
-    ends_s.append(time.monotonic())
-    took = f"{ends_s[-1] - ends_s[-2]:.3f} s" if len(ends_s) > 1 else "first"
-    say(f"step {submitted.step}: {took}, loss {result.loss:.4f}, |g| {result.grad_norm:.4f}")
 
 
 def device_bytes_in_use() -> int:
