@@ -8,52 +8,34 @@ lose an update or read what is out of date all the same is refused by the reside
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import ray
 from ray.actor import ActorClass
 
-from tiers.compressed_store import CompressedStore
-from tiers.direct_file import DirectMode
+from tiers.checkpoint_layers import CheckpointLayers
 from tiers.direct_io import DirectIO
-from tiers.errors import CheckpointError, TierError
+from tiers.errors import TierError
 from tiers.initialise import initialise_layer
+from tiers.io_spans import IoSpan, IoSpans
 from tiers.layout import Buffer, LayerLayout, stored_buffers
-from tiers.manifest import MANIFEST_NAME, Manifest, read_manifest
 from tiers.parameter_tier import TierHandle
-from tiers.preflight import preflight, read_mode
+from tiers.preflight import preflight
 from tiers.residency import Part
 from tiers.residency_guard import ResidencyGuard
 from tiers.safetensors_source import SafetensorsSource
 from tiers.scratch import Scratch, nvme_buffers, scratch_bytes
 from tiers.shard_store import ShardStore, StorageArray
-from tiers.shards import FileRecord, shard_path
+from tiers.shards import FileRecord
 from tiers.store_metadata import Compression
 
-MAX_SPANS = 100_000
-"""Some steps of a model of hundreds of layers; older ones go when nobody takes them."""
 CONCURRENT_CALLS = 6
 """Loads and stores of different layers at once; the I/O threads are shared."""
 CONCURRENT_SNAPSHOTS = 4
 """Beside them, in threads of their own: the next step's loads, and the driver's questions, do not queue behind a
 checkpoint. Compression works in these threads."""
-
-
-class IoSpan(NamedTuple):
-    """One operation that kept the disk busy. Times are `time.monotonic()`."""
-
-    name: str
-    """As in the step's graph, e.g. `load_state[17]`."""
-    lane: str
-    """`nvme_read` or `nvme_write`."""
-    start_s: float
-    end_s: float
-    num_bytes: int
 
 
 class Prefetcher:
@@ -75,22 +57,21 @@ class Prefetcher:
         """
         self._plan = tier.plan
         self._threads = threads
-        self._compression = compression
         num_bytes = scratch_bytes(tier.plan)
         if num_bytes and nvme_dir is None:
             raise TierError(f"the plan keeps {num_bytes:,} bytes on NVMe; set memory.nvme_dir, or raise memory.ram_gib")
         self._records: dict[str, FileRecord] = {}
-        self._spans: deque[IoSpan] = deque(maxlen=MAX_SPANS)
+        self._spans = IoSpans()
         self._sources: dict[Path, SafetensorsSource] = {}
-        self._manifests: dict[Path, Manifest] = {}
-        self._modes: dict[int, DirectMode] = {}
         self._lookup = threading.Lock()
         self._residency = ResidencyGuard(tier.plan.homes)
         slots = {home.state_slot for home in tier.plan.homes if home.state_slot is not None}
         self._slot_locks = {slot: threading.Lock() for slot in slots}
         self._scratch: Scratch | None = None
+        self._working: ShardStore | None = None
         self._arena, self._map = tier.attach()
         self._io = DirectIO(threads)
+        self._checkpoints = CheckpointLayers(tier.plan.model, self._io, self._spans, compression)
         try:
             if num_bytes and nvme_dir is not None:
                 self._scratch = Scratch(nvme_dir)
@@ -137,23 +118,10 @@ class Prefetcher:
         Raises:
             CheckpointError, ShardError: The checkpoint is incomplete, damaged, or of another model or precision.
         """
-        manifest, model = self._manifest(checkpoint), self._plan.model
-        if manifest.facts.precision is not model.precision:
-            raise CheckpointError(
-                f"{checkpoint} was trained in {manifest.facts.precision}, this run in {model.precision}; "
-                "set precision.mode to that of the checkpoint"
-            )
-        records = manifest.records()
-        store: ShardStore | CompressedStore
-        if _compressed(records, self._layout(layer)):
-            store = CompressedStore(checkpoint, model)
-        else:
-            store = ShardStore(checkpoint, model, self._io, read_mode(checkpoint / MANIFEST_NAME))
+        self._checkpoints.check_precision(checkpoint)
         with self._filling(layer) as layout:
-            arrays = self._state(layer, stored_buffers(model.precision))
-            store.check_layer(layout, arrays)
-            with self._span(f"restore[{layer}]", "nvme_read", arrays):
-                store.read(layout, arrays, records)
+            arrays = self._state(layer, stored_buffers(self._plan.model.precision))
+            self._checkpoints.read(checkpoint, layout, arrays)
 
     @ray.method
     def load_weights(self, layer: int, *after: object) -> None:
@@ -165,7 +133,7 @@ class Prefetcher:
         """
         arrays = {Buffer.WEIGHT: self._arena.view(self._map.weights[layer])}
         with self._residency.loading(layer, Part.WEIGHTS), self._span(f"load_weights[{layer}]", "nvme_read", arrays):
-            self._working.read(self._layout(layer), arrays, self._records)
+            self._nvme().read(self._layout(layer), arrays, self._records)
 
     @ray.method
     def load_state(self, layer: int, *after: object) -> None:
@@ -177,7 +145,7 @@ class Prefetcher:
         """
         arrays = self._state(layer, nvme_buffers(self._plan, layer))
         with self._residency.loading(layer, Part.STATE), self._span(f"load_state[{layer}]", "nvme_read", arrays):
-            self._working.read(self._layout(layer), arrays, self._records)
+            self._nvme().read(self._layout(layer), arrays, self._records)
 
     @ray.method
     def release_state(self, layer: int, *after: object) -> None:
@@ -210,33 +178,14 @@ class Prefetcher:
         Raises:
             ShardError: A disk fails, or a working file is not what was stored.
         """
-        layout, model = self._layout(layer), self._plan.model
         on_nvme = nvme_buffers(self._plan, layer)
-        in_ram = self._state(layer, [b for b in stored_buffers(model.precision) if b not in on_nvme])
-        with self._span(f"snapshot[{layer}]", "nvme_write", self._state(layer, stored_buffers(model.precision))):
-            if self._compression is Compression.ZSTD:
-                archive = CompressedStore(directory, model)
-                records = archive.create_layer(layout, stored_buffers(model.precision))
-                records += archive.write(layout, in_ram)
-                if on_nvme:
-                    records += archive.copy_from(self._working, layout, on_nvme, self._records)
-                return records
-            target = ShardStore(directory, model, self._io, self._mode(directory))
-            records = target.create_layer(layout, stored_buffers(model.precision))
-            if in_ram:
-                records += target.write(layout, in_ram, sync=True)
-            if on_nvme:
-                with self._span(f"snapshot[{layer}]", "nvme_read", self._state(layer, on_nvme)):
-                    records += target.copy_from(self._working, layout, on_nvme, self._records)
-        return records
+        in_ram = self._state(layer, [b for b in stored_buffers(self._plan.model.precision) if b not in on_nvme])
+        return self._checkpoints.write(directory, self._layout(layer), in_ram, on_nvme, self._working, self._records)
 
     @ray.method(concurrency_group="question")
     def take_spans(self) -> tuple[IoSpan, ...]:
-        """Return the operations that ended since the last call, at most MAX_SPANS, and forget them."""
-        spans = []
-        while self._spans:
-            spans.append(self._spans.popleft())
-        return tuple(spans)
+        """Return the operations that ended since the last call, and forget them."""
+        return self._spans.take()
 
     @ray.method
     def close(self) -> None:
@@ -253,8 +202,13 @@ class Prefetcher:
         arrays = self._state(layer, nvme_buffers(self._plan, layer))
         with self._residency.storing(layer), self._span(f"store_state[{layer}]", "nvme_write", arrays):
             # Not synced: scratch does not outlive its run, and O_DIRECT leaves nothing in the page cache.
-            records = self._working.write(self._layout(layer), arrays, sync=False)
+            records = self._nvme().write(self._layout(layer), arrays, sync=False)
             self._records.update({record.path: record for record in records})
+
+    def _nvme(self) -> ShardStore:
+        """The working files, which hold all that `_records` names."""
+        assert self._working is not None, "nothing of this plan lives on NVMe"
+        return self._working
 
     def _layout(self, layer: int) -> LayerLayout:
         return self._plan.model.layers[layer]
@@ -275,31 +229,10 @@ class Prefetcher:
             if slot is not None:
                 self._store(layer)
 
-    def _manifest(self, checkpoint: Path) -> Manifest:
-        with self._lookup:
-            if checkpoint not in self._manifests:
-                self._manifests[checkpoint] = read_manifest(checkpoint)
-            return self._manifests[checkpoint]
-
-    def _mode(self, directory: Path) -> DirectMode:
-        """Preflight once a filesystem, so that its warning comes once."""
-        device = directory.stat().st_dev
-        with self._lookup:
-            if device not in self._modes:
-                self._modes[device] = preflight(directory)
-            return self._modes[device]
-
     @contextmanager
     def _span(self, name: str, lane: str, arrays: dict[Buffer, StorageArray]) -> Iterator[None]:
-        start_s = time.monotonic()
-        yield
-        num_bytes = sum(array.nbytes for array in arrays.values())
-        self._spans.append(IoSpan(name, lane, start_s, time.monotonic(), num_bytes))
-
-
-def _compressed(records: dict[str, FileRecord], layer: LayerLayout) -> bool:
-    record = records.get(shard_path(layer, Buffer.WEIGHT))
-    return record is not None and bool(record.stored_bytes)
+        with self._spans.during(name, lane, sum(array.nbytes for array in arrays.values())):
+            yield
 
 
 # Groups must be named here, not in `.options()`; Ray's types do not know the argument.
