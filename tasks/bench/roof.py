@@ -39,7 +39,7 @@ def measure_roof(preparation: Preparation, steps: int) -> RoofReport:
     decoders = len(model.layers) - 2
     # One host slot for all layers: the roof needs weights on the device once and the host never again.
     tier_plan = TierPlan(model, (LayerHome(0, 0, 0),) * len(model.layers), placed.tier.gradient_type)
-    # Layers that keep their graph in the steps keep it here.
+    # Layers that keep their graph in the steps keep it here. What steps do for want of memory is no part of the roof.
     slots = max(1, decoders - placed.schedule.kept_layers)
     schedule = dataclasses.replace(
         placed.schedule,
@@ -49,9 +49,18 @@ def measure_roof(preparation: Preparation, steps: int) -> RoofReport:
         gradient_slots=(),
         device_gradients=(),
         device_updates=(),
+        kept_in_lent_room=0,
+        boundary_every=1,
+        waves=1,
     )
     settings = dataclasses.replace(
-        preparation.compute, decoder_slots=slots, record_spans=False, max_grad_norm=1.0, device_updates=()
+        preparation.compute,
+        decoder_slots=slots,
+        record_spans=False,
+        max_grad_norm=1.0,
+        device_updates=(),
+        boundary_every=1,
+        waves=1,
     )
     # Norm weights as small as the others make activations that a CPU would compute a hundred times slower.
     torch.set_flush_denormal(True)
