@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pipeline.waves import largest_wave, micro_batches_of
 from tiers.layout import LayerLayout
 
 
@@ -86,6 +87,21 @@ class StepShape:
     def micro_batch_tokens(self) -> int:
         """Positions that pass a layer at a time."""
         return self.sequence_length * min(self.micro_batch, self.sequences)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return -(-self.sequences // self.micro_batch)
+
+    def in_wave(self, wave: int, waves: int) -> StepShape:
+        """What is left of a step when only the micro-batches of one wave are counted."""
+        part = len(micro_batches_of(wave, waves, self.micro_batches))
+        return self if waves == 1 else replace(self, sequences=part * self.micro_batch)
+
+    def largest_wave(self, waves: int) -> StepShape:
+        """That of the wave with most micro-batches."""
+        part = largest_wave(waves, self.micro_batches)
+        return self if waves == 1 else replace(self, sequences=part * self.micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
