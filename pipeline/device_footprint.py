@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline.activation_bytes import kept_graph_bytes, work_term
 from pipeline.device_extras import NO_EXTRAS, Extras
 from pipeline.footprint import MIB, Place, Term
+from pipeline.layer_groups import LayerGroups
 from pipeline.shapes import ComputeShape, StepShape
 from tiers.layout import Buffer, LayerKind, ModelLayout, buffer_types, state_buffers
 
@@ -18,6 +19,8 @@ def device_terms(
     decoder_slots: int,
     outgoing_buffers: int = 2,
     spilled_boundaries: int = 0,
+    boundary_every: int = 1,
+    waves: int = 1,
     held_gradients: int = 0,
     extras: Extras = NO_EXTRAS,
     compiled: bool = True,
@@ -33,7 +36,9 @@ def device_terms(
         gradient_bytes: Bytes an element of the outgoing gradient.
         decoder_slots: Weight slots the decoder layers share.
         outgoing_buffers: Buffers of gradients on their way to the host.
-        spilled_boundaries: Decoder layers whose inputs wait in pinned RAM.
+        spilled_boundaries: Kept inputs of decoder layers, the first ones, that wait in pinned RAM.
+        boundary_every: Recomputed decoder layers of which one keeps its input.
+        waves: Parts of the step that pass all layers one after another.
         held_gradients: Layers, the last ones, whose gradients wait on the device for the norm.
         extras: Layers that are updated on the device or not recomputed.
         compiled: Whether templates and the head are compiled: elementwise work is fused and keeps less.
@@ -46,6 +51,9 @@ def device_terms(
     decoder, embedding, head = max(decoders), model.layers[0].numel, model.layers[-1].numel
     vocabulary = embedding + head if model.tied else max(embedding, head)
     summed = embedding + max(decoder, head) if model.tied else max(decoder, embedding, head)
+    # Between waves one layer's sum leaves or comes while the next is made.
+    summed += decoder if waves > 1 else 0
+    wave = step.largest_wave(waves)
     outgoing = [0] * outgoing_buffers
     holding = {*extras.device_updates, *range(len(model.layers) - held_gradients, len(model.layers))}
     waiting = sum(model.layers[index].numel for index in holding)
@@ -53,16 +61,19 @@ def device_terms(
     state = sum(types[buffer].bytes for buffer in state_buffers(model.precision))
     kept, shared = extras.kept_layers, extras.kept_in_lent_room
     graph_bytes = kept_graph_bytes(compute, weight, compiled, qk_norms=_has_qk_norms(model))
-    graph = step.tokens * graph_bytes
+    graph = wave.tokens * graph_bytes
     slots = decoder_slots + extras.extra_slots
     for layer in model.layers:
         if layer.index in holding:
             continue
         index = (len(model.layers) - 1 - layer.index) % outgoing_buffers
         outgoing[index] = max(outgoing[index], layer.numel)
-    boundary = step.tokens * compute.hidden_size * weight
+    boundary = wave.tokens * compute.hidden_size * weight
+    groups = LayerGroups(len(decoders) - kept, boundary_every)
     # Those in RAM are on the device twice at a time: while one is read the next is on its way.
-    held = len(decoders) + 1 - spilled_boundaries + min(2, spilled_boundaries)
+    held = groups.most_inputs + kept + 1 - spilled_boundaries + min(2, spilled_boundaries)
+    # Of the waves before, for the embedding's backward.
+    earlier = (step.tokens - wave.tokens) * compute.hidden_size * weight
     terms = [
         _device("weight slots", slots * decoder * weight, f"{slots} of the largest decoder layer"),
         _device("vocabulary slot", vocabulary * weight, "embedding and head" if model.tied else "embedding or head"),
@@ -80,7 +91,8 @@ def device_terms(
     # The ids and rotary tables of two steps: the next one's are made while this one computes.
     batch = 2 * step.tokens * (2 * compute.head_size * weight + 3 * 8)
     passing = [
-        _device("boundary activations", held * boundary, f"{held} x {step.tokens:,} tokens, then their gradients"),
+        _device("boundary activations", held * boundary, f"{held} x {wave.tokens:,} tokens, then their gradients"),
+        _device("embedding gradients", earlier, f"of {waves - 1} waves, until the last"),
         _device("batch", batch, "token ids, targets, rotary tables of two steps"),
         _device(
             "kept activations",

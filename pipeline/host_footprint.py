@@ -20,6 +20,11 @@ def arena_terms(tier: TierPlan) -> tuple[Term, ...]:
         _ram("weights", _distinct(arena.weights, own), "what the device streams, of layers at home in RAM"),
         _ram("weight staging slots", _distinct(arena.weights, [not x for x in own]), "NVMe -> RAM -> device, pinned"),
         _ram("gradients", _distinct(arena.gradients), _gradient_reason(tier)),
+        _ram(
+            "gradient sums",
+            sum(sums.num_bytes - arena.gradients[layer].num_bytes for layer, sums in arena.gradient_sums.items()),
+            "gradients are fp32 until the last wave, pinned",
+        ),
     ]
     for buffer in state_buffers(tier.model.precision):
         extents = [state[buffer] for state in arena.states]
@@ -109,6 +114,8 @@ def _distinct(extents: Iterable[Extent], chosen: Iterable[bool] | None = None) -
 def _gradient_reason(tier: TierPlan) -> str:
     slots = len({home.gradient_slot for home in tier.homes})
     own = sum(not home.gradient_on_device for home in tier.homes)
+    if tier.gradient_sums:
+        return f"of {slots} layers, from wave to wave and until the update, pinned"
     if slots == own:
         return f"of {own} layers, held until the global norm is known, pinned"
     return f"{slots} slots, each free again after its update, pinned"

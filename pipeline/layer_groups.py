@@ -21,8 +21,19 @@ class LayerGroups:
 
     @property
     def count(self) -> int:
-        """Groups: as many inputs are kept from the forward to the backward, beside those of the last group."""
+        """Groups: as many inputs are kept from forward to backward, beside the others of the last group."""
         return -(-self.recomputed // self.every)
+
+    @property
+    def most_inputs(self) -> int:
+        """Inputs of recomputed layers that are held at once.
+
+        Those of all groups, with all of the last one's; or, that one done, with all that the group below makes anew.
+        """
+        if not self.recomputed:
+            return 0
+        whole = len(self.group(self.recomputed))
+        return max(self.count - 1 + whole, self.count - 2 + self.every)
 
     def group(self, layer: int) -> range:
         """Layers of the group of a recomputed layer."""
