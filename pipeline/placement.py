@@ -6,8 +6,12 @@ drive works all the time; then their weights, which cross twice a step. Nothing 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pipeline.footprint import GIB, TIER_NAMES, Place, total
+from pipeline.hardware import Hardware
 from pipeline.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
+from pipeline.placement_choice import choose
 from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, solve
 from pipeline.remedies import refusal
 from pipeline.shapes import ProcessShape
@@ -29,13 +33,24 @@ class PlacementError(ValueError):
     """The model does not fit the memory it may use. The message tells needed, available and what makes it fit."""
 
 
-def place(request: PlacementRequest, budget: MemoryBudget) -> Placement:
+def place(
+    request: PlacementRequest,
+    budget: MemoryBudget,
+    hardware: Hardware | None = None,
+    micro_batches: Iterable[int] = (),
+) -> Placement:
     """Place the model within `budget`.
+
+    Args:
+        request: What is to be placed.
+        budget: What it may use.
+        hardware: By whose rates the fastest of several placements is chosen; None takes the first that fits.
+        micro_batches: As `choose` has it; only with `hardware`.
 
     Raises:
         PlacementError: It does not fit; the message names needed and available bytes of each tier and what to change.
     """
-    found = solve(request, budget)
+    found = solve(request, budget) if hardware is None else choose(request, budget, hardware, micro_batches)
     if isinstance(found, Placement):
         return found
     raise PlacementError(refusal(request, budget, found))
@@ -46,6 +61,7 @@ def summary(placement: Placement) -> str:
     homes, schedule = placement.tier.homes, placement.schedule
     held = sum(home.gradient_on_device for home in homes) - len(schedule.device_updates)
     counts = {
+        "{} sequences at a time": placement.step.micro_batch,
         "state of {} layers on NVMe": sum(home.state_slot is not None for home in homes),
         "weights of {} layers on NVMe": sum(home.weight_slot is not None for home in homes),
         "gradients of {} layers held on the device": held,

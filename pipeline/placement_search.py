@@ -72,6 +72,8 @@ class Placement:
     """Decoder layers, the first ones, whose inputs wait for their backward in pinned RAM."""
     budget: MemoryBudget
     terms: tuple[Term, ...]
+    step: StepShape
+    """With the micro-batch that was chosen."""
     mlp_chunk_tokens: int = 0
     """Tokens that pass a recomputed layer's feed-forward network at a time; 0 for a whole micro-batch."""
 
@@ -148,9 +150,15 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
         tier = replace(tier, homes=without_ram_gradients(request.model, homes, extras.device_updates))
         host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
         device = _device(request, spilled, held, extras)
-        terms = (*host, *device, *nvme)
-        chunk = request.mlp_chunk_tokens or 0
-        return Placement(tier, _schedule(request, tier.homes, extras), spilled, budget, terms, chunk)
+        return Placement(
+            tier,
+            _schedule(request, tier.homes, extras),
+            spilled,
+            budget,
+            (*host, *device, *nvme),
+            request.step,
+            request.mlp_chunk_tokens or 0,
+        )
     if drive is not None:
         return drive
     assert least is not None

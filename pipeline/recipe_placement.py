@@ -12,13 +12,15 @@ from pathlib import Path
 
 import torch
 
+from pipeline.assumed_hardware import assumed_hardware
 from pipeline.errors import PipelineError, UnsupportedModelError
 from pipeline.families import ModelSpec, load_model_spec, model_layout, read_config
 from pipeline.families.planned import PLANNED, planned_model
 from pipeline.families.registry import PLANNED_ONLY
 from pipeline.footprint import GIB
 from pipeline.hardware import Hardware
-from pipeline.placement import MemoryBudget, PlacementRequest, ram_for_state
+from pipeline.placement import MemoryBudget, Placement, PlacementRequest, place, ram_for_state
+from pipeline.placement_choice import micro_batches_of
 from pipeline.recipe import Recipe
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.host_memory import available_host_bytes
@@ -42,6 +44,8 @@ class MachineMemory:
     nvme_bytes: int
     """Free bytes behind `[memory] nvme_dir`; 0 where the recipe names none."""
     cores: int
+    gpu_name: str | None = None
+    """As its driver calls it; None where there is no GPU."""
 
     @classmethod
     def of_this_machine(cls, recipe: Recipe) -> MachineMemory:
@@ -53,9 +57,9 @@ class MachineMemory:
         device = recipe.train.device
         cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
         host_bytes = available_host_bytes()
-        gpu_bytes = _free_gpu_bytes() if cuda else int(host_bytes * CPU_DEVICE_SHARE)
+        gpu_bytes, gpu_name = _gpu() if cuda else (int(host_bytes * CPU_DEVICE_SHARE), None)
         nvme_bytes = _free_nvme_bytes(recipe.memory.nvme_dir)
-        return cls(cuda, host_bytes, gpu_bytes, nvme_bytes, os.cpu_count() or 1)
+        return cls(cuda, host_bytes, gpu_bytes, nvme_bytes, os.cpu_count() or 1, gpu_name)
 
     @classmethod
     def of_hardware(cls, hardware: Hardware, recipe: Recipe) -> MachineMemory:
@@ -82,14 +86,15 @@ def _free_nvme_bytes(nvme_dir: Path | None) -> int:
     return shutil.disk_usage(nvme_dir).free
 
 
-def _free_gpu_bytes() -> int:
-    """Free memory of the first visible GPU, asked in a child process: a CUDA context would stay in this one."""
-    question = "import torch; print(torch.cuda.mem_get_info()[0])"
+def _gpu() -> tuple[int, str]:
+    """Free memory and name of the first visible GPU, asked in a child process: a context would stay in this one."""
+    question = "import torch; print(torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
     if answer.returncode:
         reason = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise PipelineError(f'train.device = "cuda": no GPU answers ({reason}); set train.device = "cpu"')
-    return int(answer.stdout)
+    free_bytes, _, name = answer.stdout.strip().partition(" ")
+    return int(free_bytes), name
 
 
 def spec_of(recipe: Recipe) -> ModelSpec:
@@ -148,13 +153,14 @@ def _config_of(recipe: Recipe) -> Path | dict[str, object]:
 def request_of(
     recipe: Recipe, shape: tuple[ModelLayout, ComputeShape], *, cuda: bool, optimizer_actors: int
 ) -> PlacementRequest:
-    """What the placement of a recipe depends on, the budget left out."""
+    """What the placement of a recipe depends on, the budget left out; with micro-batches of 1 where they are open."""
     train = recipe.train
+    micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
     model, compute = shape
     return PlacementRequest(
         model=model,
         compute=compute,
-        step=StepShape(train.sequence_length, train.sequences_per_step, train.micro_batch),
+        step=StepShape(train.sequence_length, train.sequences_per_step, micro_batch),
         clip=recipe.optimizer.max_grad_norm > 0,
         processes=ProcessShape(optimizer_actors, cuda, compiled=train.compile and cuda),
         decoder_slots=recipe.memory.decoder_slots,
@@ -163,6 +169,33 @@ def request_of(
         kept_layers=recipe.memory.kept_layers,
         mlp_chunk_tokens=recipe.memory.mlp_chunk_tokens,
     )
+
+
+def place_recipe(
+    recipe: Recipe,
+    shape: tuple[ModelLayout, ComputeShape],
+    machine: MachineMemory,
+    *,
+    optimizer_actors: int,
+    hardware: Hardware | None = None,
+) -> Placement:
+    """Place a recipe's model on a machine: what `tasks.plan` shows and `tasks.train` obeys.
+
+    Args:
+        recipe: What is to be trained.
+        shape: Of its model.
+        machine: What it may take.
+        optimizer_actors: Of the run.
+        hardware: The machine's rates; None assumes those of its kind.
+
+    Raises:
+        PlacementError: It does not fit.
+    """
+    train = recipe.train
+    request = request_of(recipe, shape, cuda=machine.cuda, optimizer_actors=optimizer_actors)
+    sizes = micro_batches_of(train.sequences_per_step, train.sequence_length) if train.micro_batch == "auto" else ()
+    rates = hardware or assumed_hardware(machine.gpu_name, machine.cores)
+    return place(request, budget_of(recipe, machine, request.processes), rates, sizes)
 
 
 def budget_of(recipe: Recipe, machine: MachineMemory, processes: ProcessShape) -> MemoryBudget:

@@ -152,8 +152,10 @@ class TrainSection(Section):
     """Tokens a sequence."""
     sequences_per_step: Count
     """Sequences that make one optimizer step; a multiple of `micro_batch`."""
-    micro_batch: Count = 1
-    """Sequences computed at once. It bounds activation memory; the result does not depend on it."""
+    micro_batch: Count | Literal["auto"] = "auto"
+    """Sequences computed at once: more run faster and hold more activations; the result differs by rounding alone.
+    auto: of those that fit the one whose step the plan predicts to be the shortest, by the figures of `--hardware` or
+    else of the shipped machine that is most like this one; a resumed run keeps its checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU where there is one."""
     compile: bool = True
@@ -162,13 +164,19 @@ class TrainSection(Section):
     """Steps skipped for a non-finite loss or gradient, one after another, before the run fails."""
 
     @property
+    def sequences_at_once(self) -> int:
+        """`micro_batch`, which the plan must have chosen."""
+        assert self.micro_batch != "auto", "no micro-batch has been chosen"
+        return self.micro_batch
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of a step."""
-        return self.sequences_per_step // self.micro_batch
+        return self.sequences_per_step // self.sequences_at_once
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:
-        if self.sequences_per_step % self.micro_batch:
+        if self.micro_batch != "auto" and self.sequences_per_step % self.micro_batch:
             raise InvalidCombinationError(
                 Problem(
                     "train.sequences_per_step",
@@ -332,6 +340,10 @@ class Recipe(Section):
             optimizer.final_lr_ratio,
             optimizer.decay_steps,
         )
+
+    def with_micro_batch(self, sequences: int) -> Recipe:
+        """The recipe with a micro-batch that has been chosen."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch": sequences})})
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

@@ -78,7 +78,7 @@ def attempt(
             loader = BatchLoader(
                 data.training,
                 sequences_per_step=recipe.train.sequences_per_step,
-                micro_batch=recipe.train.micro_batch,
+                micro_batch=recipe.train.sequences_at_once,
                 position=progress.position,
             )
             facts = RunFacts(
@@ -125,7 +125,7 @@ def _evaluation(recipe: Recipe, data: Data) -> Callable[[], Iterator[Batch]] | N
     if data.held_out is None:
         return None
     micro_batches = recipe.train.micro_batches
-    batches = partial(eval_batches, data.held_out, recipe.train.micro_batch, micro_batches)
+    batches = partial(eval_batches, data.held_out, recipe.train.sequences_at_once, micro_batches)
     if recipe.eval.sequences is None:
         return batches
     passes = -(-recipe.eval.sequences // recipe.train.sequences_per_step)

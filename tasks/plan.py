@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.costs import CostModel
@@ -25,7 +26,7 @@ from pipeline.errors import PipelineError
 from pipeline.hardware import Hardware, HardwareError, find_hardware, load_hardware
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
 from pipeline.recipe import Recipe, RecipeError, load_recipe
-from pipeline.recipe_placement import MachineMemory, budget_of, planned_only, request_of, shape_of
+from pipeline.recipe_placement import MachineMemory, place_recipe, planned_only, request_of, shape_of
 from pipeline.simulate import simulate
 from tasks.data.settings import DataError
 from tasks.data.sources import find_files
@@ -72,12 +73,14 @@ def make_plan(
     """
     machine = MachineMemory.of_this_machine(recipe) if hardware is None else MachineMemory.of_hardware(hardware, recipe)
     actors = recipe.memory.optimizer_actors or default_optimizer_actors(machine.cores)[0]
-    request = request_of(recipe, shape_of(recipe), cuda=machine.cuda, optimizer_actors=actors)
+    shape = shape_of(recipe)
+    request = request_of(recipe, shape, cuda=machine.cuda, optimizer_actors=actors)
     reason = None
     try:
-        placement = place(request, budget_of(recipe, machine, request.processes))
+        placement = place_recipe(recipe, shape, machine, optimizer_actors=actors, hardware=hardware)
     except PlacementError as error:
         placement, reason = place(request, UNLIMITED), str(error)
+    request = replace(request, step=placement.step)
     free_bytes = None if hardware is not None else _free_bytes(recipe.run.dir)
     return Plan(
         recipe=recipe.run.name,

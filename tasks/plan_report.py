@@ -117,6 +117,8 @@ class Plan:
             "fits": self.fits,
             "reason": self.reason,
             "notes": list(self.notes),
+            "micro_batch": self.placement.step.micro_batch,
+            "mlp_chunk_tokens": self.placement.mlp_chunk_tokens,
             "terms": [asdict(term) for term in self.placement.terms],
             "total_bytes": {place.value: self.placement.used(place) for place in Place},
             "budget_bytes": asdict(self.placement.budget),

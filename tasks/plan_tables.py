@@ -20,6 +20,8 @@ def tables(plan: Plan) -> str:
         f"fits: {'yes' if plan.fits else 'NO'}",
     ]
     lines += [f"note: {note}" for note in plan.notes]
+    step = plan.placement.step
+    lines.append(f"micro-batch: {step.micro_batch} of {step.sequences} sequences a step")
     if plan.reason:
         lines.append(plan.reason)
         lines.append("\nOn a machine with enough of everything it would take:")

@@ -15,9 +15,9 @@ from pipeline.crew import CrewSettings, default_optimizer_actors
 from pipeline.families import ModelSpec
 from pipeline.footprint import GIB
 from pipeline.optimizer_pool import OptimizerSettings
-from pipeline.placement import Placement, place, preflight
+from pipeline.placement import Placement, preflight
 from pipeline.recipe import Recipe
-from pipeline.recipe_placement import MachineMemory, budget_of, request_of, shape_of, spec_of
+from pipeline.recipe_placement import MachineMemory, place_recipe, shape_of, spec_of
 from tasks.data.dataset import PackedDataset, open_dataset
 from tasks.data.settings import DataSettings
 from tasks.model_source import check_source
@@ -29,6 +29,7 @@ class Preparation:
     """A vetted recipe: what the actors are started with."""
 
     recipe: Recipe
+    """With the micro-batch that the plan has chosen."""
     spec: ModelSpec
     placement: Placement
     cuda: bool
@@ -47,10 +48,11 @@ def prepare(recipe: Recipe) -> Preparation:
     spec = spec_of(recipe)
     machine = MachineMemory.of_this_machine(recipe)
     actors, threads = optimizer_shape(recipe, machine.cores)
-    request = request_of(recipe, shape_of(recipe), cuda=machine.cuda, optimizer_actors=actors)
+    shape = shape_of(recipe)
     if recipe.model.source is not None:
-        check_source(recipe.model.source, request.model, recipe.run.dir)
-    placement = place(request, budget_of(recipe, machine, request.processes))
+        check_source(recipe.model.source, shape[0], recipe.run.dir)
+    placement = place_recipe(recipe, shape, machine, optimizer_actors=actors)
+    recipe = recipe.with_micro_batch(placement.step.micro_batch)
     preflight(
         placement,
         host_available_bytes=machine.host_bytes,

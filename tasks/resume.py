@@ -65,8 +65,25 @@ def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint
             )
     if directory is None:
         return None
-    _check_unchanged(recipe, parse_recipe(read_manifest(directory).facts.recipe, str(directory)), directory)
+    _check_unchanged(keep_micro_batch(recipe, directory), _recipe_of(directory), directory)
     return ResumePoint.of(directory)
+
+
+def keep_micro_batch(recipe: Recipe, checkpoint: Path) -> Recipe:
+    """The recipe with its checkpoint's micro-batch where it leaves the choice open: sums keep their order.
+
+    Raises:
+        CheckpointError: The checkpoint's manifest cannot be read.
+    """
+    if recipe.train.micro_batch != "auto":
+        return recipe
+    sequences = _recipe_of(checkpoint).train.sequences_at_once
+    # A changed step, where the recipe accepts that, may have no such part.
+    return recipe if recipe.train.sequences_per_step % sequences else recipe.with_micro_batch(sequences)
+
+
+def _recipe_of(checkpoint: Path) -> Recipe:
+    return parse_recipe(read_manifest(checkpoint).facts.recipe, str(checkpoint))
 
 
 def check_data(recipe: Recipe, resume: ResumePoint, data: PackedDataset, say: Callable[[str], None]) -> None:

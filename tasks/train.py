@@ -35,7 +35,7 @@ from tasks.failure import explain
 from tasks.memory_account import MemoryAccount
 from tasks.preparation import Preparation, open_data, prepare
 from tasks.recovery import run_with_recoveries
-from tasks.resume import check_data, find_resume_point
+from tasks.resume import check_data, find_resume_point, keep_micro_batch
 from tasks.run_directory import RunDirectory
 from tasks.stop_signals import StopSignals
 from tasks.training import Ending
@@ -81,8 +81,9 @@ def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
     """Refuse what cannot be trained; nothing but the data cache is written."""
     say = partial(print, flush=True)
     recipe = load_recipe(options.recipe, options.overrides)
-    preparation = prepare(recipe)
     resume = find_resume_point(recipe, say)
+    preparation = prepare(recipe if resume is None else keep_micro_batch(recipe, resume.directory))
+    recipe = preparation.recipe
     directory = held.enter_context(RunDirectory(recipe.run.dir))
     data = open_data(recipe, preparation.spec, say)
     if resume is not None:

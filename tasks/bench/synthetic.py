@@ -11,7 +11,7 @@ from pipeline.recipe import Recipe
 def random_batch(recipe: Recipe, vocab_size: int, seed: int) -> Batch:
     """A full step of single-document sequences of the recipe's shape; every token but the last predicts the next."""
     train = recipe.train
-    shape = (train.micro_batches, train.micro_batch, train.sequence_length)
+    shape = (train.micro_batches, train.sequences_at_once, train.sequence_length)
     input_ids = np.random.default_rng(seed).integers(0, vocab_size, shape, dtype=np.int32)
     targets = np.full(shape, IGNORED, dtype=np.int32)
     targets[..., :-1] = input_ids[..., 1:]

@@ -39,7 +39,8 @@ def test_minimal_recipe_takes_documented_defaults(tmp_path: Path) -> None:
     assert recipe.run.name == "tiny"
     assert recipe.run.dir == Path.home() / "megatrain" / "tiny"
     assert recipe.optimizer.betas == (0.9, 0.95)
-    assert recipe.train.micro_batches == 8
+    assert recipe.train.micro_batch == "auto"
+    assert recipe.with_micro_batch(4).train.micro_batches == 2
     assert recipe.precision.precision is Precision.BF16
     assert recipe.precision.gradient_type is ElementType.BFLOAT16
 
@@ -162,7 +163,7 @@ def test_key_outside_any_section_is_sent_to_its_own(tmp_path: Path) -> None:
 def test_wrong_values_are_told_with_what_is_allowed(tmp_path: Path, override: str, expected: str | None) -> None:
     path = write(tmp_path)
     if expected is None:
-        assert load_recipe(path, [override]).train.micro_batches == 7
+        assert load_recipe(path, [override]).train.sequences_per_step == 7
     else:
         assert expected in message_of(path, override)
 

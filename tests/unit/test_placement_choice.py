@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.assumed_hardware import CPU, assumed_hardware
+from pipeline.costs import CostModel
+from pipeline.families import load_model_spec, model_layout
+from pipeline.footprint import GIB, Place
+from pipeline.hardware import SHIPPED, Hardware, load_hardware
+from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
+from pipeline.placement_choice import MOST_TOKENS_AT_ONCE, micro_batches_of
+from pipeline.placement_search import solve
+from pipeline.shapes import ComputeShape, StepShape
+from pipeline.simulate import simulate
+from tiers.layout import Precision
+
+QWEN_05B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+H200 = load_hardware(SHIPPED / "h200-measured.toml")
+ROOMY = MemoryBudget(ram_bytes=100 * GIB, gpu_bytes=130 * GIB)
+SIZES = (1, 2, 4, 8, 16, 32)
+
+
+def request(sequences: int = 32) -> PlacementRequest:
+    spec = load_model_spec(QWEN_05B, Precision.BF16)
+    compute = ComputeShape.of_config(spec.config.to_dict())
+    return PlacementRequest(model_layout(spec), compute, StepShape(1024, sequences, 1), clip=True)
+
+
+def step_s(wanted: PlacementRequest, placement: Placement, hardware: Hardware = H200) -> float:
+    return simulate(CostModel(placement, wanted.compute, placement.step, hardware)).step_s
+
+
+@pytest.mark.parametrize(
+    ("sequences", "length", "sizes"),
+    [
+        (64, 1024, (1, 2, 4, 8, 16, 32, 64)),
+        (48, 1024, (1, 2, 4, 8, 16, 48)),
+        (7, 1024, (1, 7)),
+        (64, 8192, (1, 2, 4, 8)),
+        (4, 4 * MOST_TOKENS_AT_ONCE, (1,)),
+        (1, 16, (1,)),
+    ],
+)
+def test_micro_batches_divide_the_step_and_stay_below_what_gains_nothing(
+    sequences: int, length: int, sizes: tuple[int, ...]
+) -> None:
+    assert micro_batches_of(sequences, length) == sizes
+
+
+def test_a_roomy_device_takes_a_micro_batch_that_no_other_beats_by_more_than_a_prediction_is_good_for() -> None:
+    wanted = request()
+    chosen = place(wanted, ROOMY, H200, SIZES)
+    alternatives = [place(replace(wanted, step=replace(wanted.step, micro_batch=size)), ROOMY) for size in SIZES]
+    assert chosen.step.micro_batch > 4, "of small ones the host cannot launch enough"
+    assert step_s(wanted, chosen) <= min(step_s(wanted, each) for each in alternatives) / 0.97
+
+
+def test_the_micro_batch_always_fits_and_shrinks_with_the_device() -> None:
+    wanted = request()
+    least = place(wanted, ROOMY, H200).used(Place.DEVICE)
+    sizes = []
+    for share in (0.2, 0.35, 1.0):
+        budget = replace(ROOMY, gpu_bytes=int(least * share))
+        found = place(wanted, budget, H200, SIZES)
+        assert found.used(Place.DEVICE) <= budget.gpu_bytes
+        sizes.append(found.step.micro_batch)
+    assert sizes == sorted(sizes)
+
+
+def test_a_given_micro_batch_is_kept_and_a_refusal_speaks_of_the_smallest() -> None:
+    given = request()
+    given = replace(given, step=replace(given.step, micro_batch=4))
+    assert place(given, ROOMY, H200).step.micro_batch == 4
+    none = replace(ROOMY, gpu_bytes=GIB)
+    with pytest.raises(PlacementError) as caught:
+        place(request(), none, H200, SIZES)
+    smallest = solve(request(), none)
+    assert not isinstance(smallest, Placement)
+    assert f"{smallest.needed_bytes / GIB:.2f} GiB" in str(caught.value)
+
+
+@pytest.mark.parametrize("update_gparams_per_s", [4.5, 500.0])
+@pytest.mark.parametrize("sequences", [8, 128])
+def test_what_is_chosen_is_never_slower_than_with_or_without_updates_on_the_device(
+    sequences: int, update_gparams_per_s: float
+) -> None:
+    wanted = request(sequences)
+    wanted = replace(wanted, step=replace(wanted.step, micro_batch=8))
+    host = replace(H200.host, update_busy_gparams_per_s=update_gparams_per_s)
+    machine = replace(H200, host=replace(host, update_gparams_per_s=1.1 * update_gparams_per_s))
+    for gpu_gib in (10, 20, 60):
+        budget = replace(ROOMY, gpu_bytes=gpu_gib * GIB)
+        both = [place(replace(wanted, device_updates=flag), budget) for flag in (True, False)]
+        chosen = place(wanted, budget, machine)
+        assert step_s(wanted, chosen, machine) <= min(step_s(wanted, each, machine) for each in both)
+
+
+def test_the_same_request_is_placed_alike_every_time() -> None:
+    assert place(request(), ROOMY, H200, SIZES) == place(request(), ROOMY, H200, SIZES)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cores", "stands_for"),
+    [
+        ("NVIDIA H200", 16, "H200 + 125 GiB"),
+        ("NVIDIA H200", 96, "H200 + 1.5 TB"),
+        ("NVIDIA GeForce RTX 4090", 16, "RTX 4090"),
+        ("NVIDIA GH200 480GB", 72, "GH200"),
+        ("Some Other Card", 8, "A100"),
+    ],
+)
+def test_a_machine_without_a_file_is_taken_for_the_shipped_one_that_is_most_like_it(
+    gpu: str, cores: int, stands_for: str
+) -> None:
+    assumed = assumed_hardware(gpu, cores)
+    assert stands_for in assumed.name and assumed.origin.startswith("assumed from")
+    assert assumed.nvme is not None, "a run may have a drive"
+    assert assumed_hardware(None, cores) == CPU
