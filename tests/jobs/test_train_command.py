@@ -165,7 +165,7 @@ def test_interrupted_and_resumed_in_another_placement_equals_uninterrupted(
     assert command(f"run.dir={run_dir}", 'run.accept_changes=["data.path"]', options=("--dry-run",)) == train.TRAINED
     page.write_text(text)
 
-    small = ("memory.ram_gib=0.0018", f"memory.nvme_dir={nvme}", "memory.optimizer_actors=1")
+    small = ("memory.ram_gib=0.0018", f"memory.nvme_dir={nvme}", "memory.optimizer_actors=1", "train.micro_batch=auto")
     with running(place / "recipe.toml", run_dir, *small) as run:
         assert run.finish() == train.TRAINED, run.output()
     resumed = rows(run_dir)
