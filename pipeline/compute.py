@@ -26,6 +26,7 @@ from pipeline.outcome import decide, global_norm, report
 from pipeline.passes import Passes
 from pipeline.spans import SpanRecorder
 from pipeline.streams import open_streams
+from pipeline.template import compiled_graphs
 from tiers.arena import Arena
 from tiers.layout import PAGE_BYTES, ArenaMap, Buffer, ElementType, Extent, round_up, state_buffers
 from tiers.parameter_tier import TierHandle
@@ -189,7 +190,15 @@ class Compute:
         if limit is not None:
             control = decide(control, self._settings.learning_rate, loss, global_norm(sums), limit)
         self._passes.steps.end(step)
-        return control, report(control, loss, sums, [layer.name for layer in self._layers], self._take_peak_bytes())
+        result = report(
+            control,
+            loss,
+            sums,
+            [layer.name for layer in self._layers],
+            gpu_peak_bytes=self._take_peak_bytes(),
+            compiled_graphs=compiled_graphs(),
+        )
+        return control, result
 
     @ray.method(concurrency_group="compute")
     def evaluate_head(self, step: int, slot: int, *after: object) -> LossSum:

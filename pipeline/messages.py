@@ -68,6 +68,8 @@ class StepResult:
     non_finite: str | None
     """Name of the first layer whose gradient is not finite, or `loss`; None where all is finite."""
     gpu_peak_bytes: int
+    compiled_graphs: int
+    """By the compute process since it started; a rise in later steps is time lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,13 @@ def first_non_finite(loss: float, sums_of_squares: Sequence[float], layer_names:
 
 
 def report(
-    control: StepControl, loss: float, sums_of_squares: Sequence[float], layer_names: Sequence[str], gpu_peak_bytes: int
+    control: StepControl,
+    loss: float,
+    sums_of_squares: Sequence[float],
+    layer_names: Sequence[str],
+    *,
+    gpu_peak_bytes: int,
+    compiled_graphs: int,
 ) -> StepResult:
     """Put together what a finished step reports."""
     return StepResult(
@@ -68,4 +74,5 @@ def report(
         grad_norm=global_norm(sums_of_squares),
         non_finite=first_non_finite(loss, sums_of_squares, layer_names),
         gpu_peak_bytes=gpu_peak_bytes,
+        compiled_graphs=compiled_graphs,
     )

@@ -246,3 +246,8 @@ def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Te
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
     compiled: Callable[..., Tensor] = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
     return compiled
+
+
+def compiled_graphs() -> int:
+    """Graphs that `torch.compile` has made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -26,6 +28,8 @@ from pipeline.recipe import Recipe
 from pipeline.stalls import stalls_of
 from tasks.checkpointing import Progress
 from tasks.data.loader import StepBatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class RunLog:
         self._gauges = RunGauges(run.name)
         self._spans_before: list[LaneSpan] = []
         self._updates: dict[int, list[Any]] = {}
+        self._compiled_graphs: deque[int] = deque(maxlen=2)
+        """Known after each of the last steps."""
         self._ended_s = time.monotonic()
 
     def step(
@@ -93,8 +99,21 @@ class RunLog:
         )
         self._metrics.write(metrics)
         self._console.step(metrics)
+        self._note_compiling(progress.step, result)
         self._gauges.step(metrics)
         self._events.write(progress.step, spans)
+
+    def _note_compiling(self, step: int, result: StepResult | None) -> None:
+        """Say where time went that no lane shows. The first two steps compile what a run needs."""
+        if result is None:
+            return
+        if len(self._compiled_graphs) == 2 and result.compiled_graphs > self._compiled_graphs[-1]:
+            logger.warning(
+                "%d graphs were compiled anew before the end of step %d: a shape or a setting of the layers changed",
+                result.compiled_graphs - self._compiled_graphs[-1],
+                step,
+            )
+        self._compiled_graphs.append(result.compiled_graphs)
 
     def evaluated(self, step: int) -> bool:
         """Whether the evaluation after `step` is accounted for, maybe by the run that was resumed."""

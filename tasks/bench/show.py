@@ -51,6 +51,7 @@ def _step(steps: StepReport, roof: RoofReport | None) -> None:
         read, written = steps.nvme_read_bytes / 1e9, steps.nvme_write_bytes / 1e9
         print(f"NVMe          {read:.1f} GB read, {written:.1f} GB written a step")
     print(f"first step    {steps.first_step_s:.1f} s after the start")
+    print(f"compiled      {steps.compiled_graphs} graphs, {steps.compiled_late} of them after the warm-up")
 
 
 def _comparison(figures: tuple[Figure, ...]) -> None:

@@ -45,6 +45,9 @@ class StepReport:
     update_gparams_per_s: float
     """Of all optimizer actors together, while they work."""
     gpu_peak_bytes: int
+    compiled_graphs: int
+    compiled_late: int
+    """Of them, after the warm-up: should be none."""
     device_taken_bytes: int
     """What the GPU's driver says is in use at the end, contexts and the allocator's reserve included; 0: not known."""
     host_bytes: int
@@ -106,6 +109,8 @@ def measure_steps(
         stalls=Stalls(*(value / steps for value in (stalls.load, stalls.stage, stalls.update, stalls.control))),
         update_gparams_per_s=_update_rate(spans, _updated_on_host(placement), len(submitted)),
         gpu_peak_bytes=max(result.gpu_peak_bytes for result in results),
+        compiled_graphs=results[-1].compiled_graphs,
+        compiled_late=results[-1].compiled_graphs - results[WARM_UP_STEPS - 1].compiled_graphs,
         device_taken_bytes=device_taken_bytes,
         host_bytes=host_bytes,
         host_taken_bytes=host_taken_bytes,

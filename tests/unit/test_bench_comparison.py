@@ -41,6 +41,8 @@ def report(step_s: float, host_bytes: int) -> StepReport:
         stalls=Stalls(),
         update_gparams_per_s=1.0,
         gpu_peak_bytes=0,
+        compiled_graphs=0,
+        compiled_late=0,
         device_taken_bytes=0,
         host_bytes=host_bytes,
         host_taken_bytes=host_bytes,

@@ -31,6 +31,8 @@ STEP = StepReport(
     stalls=Stalls(update=0.25),
     update_gparams_per_s=1.0,
     gpu_peak_bytes=GIB,
+    compiled_graphs=4,
+    compiled_late=0,
     device_taken_bytes=0,
     host_bytes=14 * 10**9,
     host_taken_bytes=15 * 10**9,

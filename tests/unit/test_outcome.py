@@ -47,5 +47,5 @@ def test_the_norm_is_exact_and_never_hides_a_bad_layer() -> None:
     assert global_norm([9.0, 16.0]) == 5.0
     assert math.isinf(global_norm([1.0, math.inf]))
     assert math.isnan(global_norm([math.inf, math.nan]))
-    result = report(START, 2.0, [math.nan], ["head"], 7)
+    result = report(START, 2.0, [math.nan], ["head"], gpu_peak_bytes=7, compiled_graphs=0)
     assert math.isnan(result.grad_norm) and result.non_finite == "head" and result.loss == 2.0
