@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipeline.costs import CostModel
 from pipeline.hardware import Hardware
-from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, Shortage, solve
+from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, Shortage, solve, variants
 from pipeline.simulate import simulate
 
 MOST_TOKENS_AT_ONCE = 65_536
@@ -52,7 +52,23 @@ def choose(
         step_s = _step_s(larger, placement, hardware)
         if step_s < WORTH_A_LARGER_ONE * best_s:
             request, best, best_s = larger, placement, step_s
+    request, best, best_s = _with_best_boundaries(request, budget, hardware, best, best_s)
     return _with_best_extras(request, budget, hardware, best, best_s)
+
+
+def _with_best_boundaries(
+    request: PlacementRequest, budget: MemoryBudget, hardware: Hardware, best: Placement, best_s: float
+) -> tuple[PlacementRequest, Placement, float]:
+    """`best`, or the fastest of the other ways to hold boundary activations, where the device cannot hold all."""
+    if not best.spilled_boundaries and best.schedule.boundary_every == best.schedule.waves == 1:
+        return request, best, best_s
+    for variant in variants(request, budget):
+        placement = solve(variant, budget)
+        if isinstance(placement, Placement):
+            step_s = _step_s(variant, placement, hardware)
+            if step_s < WORTH_A_LARGER_ONE * best_s:
+                request, best, best_s = variant, placement, step_s
+    return request, best, best_s
 
 
 def _with_best_extras(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from pipeline.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
 from pipeline.device_extras import NO_EXTRAS, Extras, choose_extras
 from pipeline.device_footprint import device_terms
 from pipeline.footprint import Place, Term, total
 from pipeline.homes import candidates, without_ram_gradients
 from pipeline.host_footprint import arena_terms, process_terms
+from pipeline.layer_groups import LayerGroups
 from pipeline.mlp_chunks import DeviceFit, choose_chunk_tokens
 from pipeline.schedule import SchedulePlan
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
@@ -57,6 +60,10 @@ class PlacementRequest:
     """Whether layers may be updated on the device; only with clipping and a GPU."""
     kept_layers: int | None = None
     """The most decoder layers that are not recomputed; None for as many as the device has room for."""
+    boundary_every: int | None = None
+    """Of so many recomputed decoder layers one keeps its input for the backward; None for what fits."""
+    waves: int | None = None
+    """Parts of the step that pass all layers one after another; None for what fits."""
     mlp_chunk_tokens: int | None = None
     """Tokens that pass a recomputed layer's feed-forward network at a time, 0 for a micro-batch; None: chunks where the
     device needs them."""
@@ -69,7 +76,7 @@ class Placement:
     tier: TierPlan
     schedule: SchedulePlan
     spilled_boundaries: int
-    """Decoder layers, the first ones, whose inputs wait for their backward in pinned RAM."""
+    """Kept inputs of decoder layers, the first ones, that wait for their backward in pinned RAM."""
     budget: MemoryBudget
     terms: tuple[Term, ...]
     step: StepShape
@@ -97,9 +104,44 @@ class Shortage:
 
 
 def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
-    """The best placement that fits."""
+    """The first placement that fits, in the order of `boundary_plans`; where none does, what the first lacks."""
+    shortage: Shortage | None = None
+    for variant in variants(request, budget):
+        found = _solve(variant, budget)
+        if isinstance(found, Placement):
+            return found
+        shortage = shortage or found
+    return shortage or _solve(_with_boundaries(request, budget, next(_boundary_plans(request))), budget)
+
+
+def variants(request: PlacementRequest, budget: MemoryBudget) -> Iterator[PlacementRequest]:
+    """The request with each way to hold boundary activations that is worth trying, those that fit the device alone."""
+
+    def spilled(plan: BoundaryPlan) -> int | None:
+        variant = _with_boundaries(request, budget, plan)
+        count = _spilled_boundaries(variant, budget.gpu_bytes)
+        return count if total(_device(variant, count, 0)) <= budget.gpu_bytes else None
+
+    for plan in worth_trying(_boundary_plans(request), spilled):
+        yield _with_boundaries(request, budget, plan)
+
+
+def _boundary_plans(request: PlacementRequest) -> Iterator[BoundaryPlan]:
+    return boundary_plans(
+        _decoders(request.model), request.step.micro_batches, every=request.boundary_every, waves=request.waves
+    )
+
+
+def _with_boundaries(request: PlacementRequest, budget: MemoryBudget, plan: BoundaryPlan) -> PlacementRequest:
+    slots = streaming_slots(plan.every, request.decoder_slots)
+    request = replace(request, boundary_every=plan.every, waves=plan.waves, decoder_slots=slots)
     if request.mlp_chunk_tokens is None:
         request = replace(request, mlp_chunk_tokens=_chunk_tokens(request, budget.gpu_bytes))
+    return request
+
+
+def _solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
+    """The best mixture of homes that fits."""
     found = _first_fit(request, budget)
     if isinstance(found, Placement) and request.staging_slots > LEAN_SLOTS and found.used(Place.NVME):
         # Slots are as large as layers: of few layers on NVMe the third slot may put one there itself.
@@ -122,18 +164,21 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
     device = _device(request, spilled, 0)
     if total(device) > budget.gpu_bytes:
         return Shortage(Place.DEVICE, total(device), device)
-    pinned_bytes = spilled * request.step.tokens * request.compute.hidden_size * _weight_bytes(request.model)
+    waves = request.waves or 1
+    wave_tokens = request.step.largest_wave(waves).tokens
+    pinned_bytes = spilled * wave_tokens * request.compute.hidden_size * _weight_bytes(request.model)
     least: TierPlan | None = None
     least_bytes = 0
     drive: Shortage | None = None
     for homes in candidates(
         request.model,
-        clip=request.clip,
+        # Sums wait for the next wave where held gradients wait for the norm.
+        clip=request.clip or waves > 1,
         staging_slots=request.staging_slots,
         nvme=budget.nvme_bytes > 0,
-        device_gradients=_room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip else 0,
+        device_gradients=_room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip and waves == 1 else 0,
     ):
-        tier = TierPlan(request.model, homes, _gradient_type(request), pinned_bytes)
+        tier = TierPlan(request.model, homes, _gradient_type(request), pinned_bytes, gradient_sums=waves > 1)
         arena_bytes = ArenaMap.of(tier).total_bytes
         if arena_bytes > budget.ram_bytes:
             if least is None or arena_bytes < least_bytes:
@@ -147,7 +192,9 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
             continue
         held = sum(home.gradient_on_device for home in homes)
         extras = _extras(request, homes, spilled, held, budget.gpu_bytes)
-        tier = replace(tier, homes=without_ram_gradients(request.model, homes, extras.device_updates))
+        if waves == 1:
+            homes = without_ram_gradients(request.model, homes, extras.device_updates)
+        tier = replace(tier, homes=homes)
         host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
         device = _device(request, spilled, held, extras)
         return Placement(
@@ -166,9 +213,13 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
 
 
 def _spilled_boundaries(request: PlacementRequest, gpu_bytes: int) -> int:
-    """How many decoder layers' inputs spill to pinned RAM: the fewest that fit, all where none do."""
-    decoders = sum(layer.kind is LayerKind.DECODER for layer in request.model.layers)
-    return next((n for n in range(decoders) if total(_device(request, n, 0)) <= gpu_bytes), decoders)
+    """How many kept inputs of decoder layers spill to pinned RAM: the fewest that fit, all where none do."""
+    count = LayerGroups(_decoders(request.model), request.boundary_every or 1).count
+    return next((n for n in range(count) if total(_device(request, n, 0)) <= gpu_bytes), count)
+
+
+def _decoders(model: ModelLayout) -> int:
+    return sum(layer.kind is LayerKind.DECODER for layer in model.layers)
 
 
 def _chunk_tokens(request: PlacementRequest, gpu_bytes: int) -> int:
@@ -214,6 +265,8 @@ def _device(
         _gradient_type(request).bytes,
         decoder_slots=request.decoder_slots,
         spilled_boundaries=spilled,
+        boundary_every=request.boundary_every or 1,
+        waves=request.waves or 1,
         held_gradients=held_gradients,
         extras=extras,
         compiled=request.processes.compiled,
@@ -243,6 +296,8 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: E
         device_updates=extras.device_updates,
         kept_layers=extras.kept_layers,
         kept_in_lent_room=extras.kept_in_lent_room,
+        boundary_every=request.boundary_every or 1,
+        waves=request.waves or 1,
     )
 
 
