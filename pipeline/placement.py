@@ -22,6 +22,8 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementRequest",
+    "boundaries_as_usual",
+    "boundaries_in_words",
     "place",
     "preflight",
     "ram_for_state",
@@ -59,21 +61,37 @@ def place(
 def summary(placement: Placement) -> str:
     """Where a run's bytes live, in one line for its log."""
     homes, schedule = placement.tier.homes, placement.schedule
-    held = sum(home.gradient_on_device for home in homes) - len(schedule.device_updates)
+    updated = schedule.device_updates
+    held = sum(home.gradient_on_device for layer, home in enumerate(homes) if layer not in updated)
     counts = {
-        "{} sequences at a time": placement.step.micro_batch,
         "state of {} layers on NVMe": sum(home.state_slot is not None for home in homes),
         "weights of {} layers on NVMe": sum(home.weight_slot is not None for home in homes),
         "gradients of {} layers held on the device": held,
-        "{} layers updated on the device": len(schedule.device_updates),
+        "{} layers updated on the device": len(updated),
         "activations of {} layers kept, the others recomputed": schedule.kept_layers,
-        "inputs of {} layers in pinned RAM": placement.spilled_boundaries,
+        "{} sequences at a time": placement.step.micro_batch,
         "feed-forward networks in chunks of {:,} tokens": placement.mlp_chunk_tokens,
     }
     used = ", ".join(
         f"{TIER_NAMES[where]} {shown_bytes(placement.used(where))}" for where in Place if placement.used(where)
     )
-    return "; ".join([used, *(text.format(count) for text, count in counts.items() if count)])
+    chosen = [text.format(count) for text, count in counts.items() if count]
+    boundaries = [] if boundaries_as_usual(placement) else [f"boundary activations: {boundaries_in_words(placement)}"]
+    return "; ".join([used, *chosen, *boundaries])
+
+
+def boundaries_as_usual(placement: Placement) -> bool:
+    """Whether the device holds every layer's input of a whole step."""
+    return not placement.spilled_boundaries and placement.schedule.boundary_every == placement.schedule.waves == 1
+
+
+def boundaries_in_words(placement: Placement) -> str:
+    """How a run holds the inputs of layers from forward to backward, e.g. `every 2nd layer, 4 waves`."""
+    schedule, spilled = placement.schedule, placement.spilled_boundaries
+    every, waves = schedule.boundary_every, schedule.waves
+    layers = "every layer" if every == 1 else f"every {every}{ {2: 'nd', 3: 'rd'}.get(every, 'th') } layer"
+    where = f", {spilled} of {schedule.groups.count} in pinned RAM" if spilled else ""
+    return f"{layers}, {'1 wave' if waves == 1 else f'{waves} waves'}{where}"
 
 
 def ram_for_state(available_bytes: int, processes: ProcessShape) -> int:

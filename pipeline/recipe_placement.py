@@ -167,6 +167,8 @@ def request_of(
         gradient_type=recipe.precision.gradient_type,
         device_updates=recipe.memory.device_updates,
         kept_layers=recipe.memory.kept_layers,
+        boundary_every=recipe.memory.boundary_every,
+        waves=recipe.memory.waves,
         mlp_chunk_tokens=recipe.memory.mlp_chunk_tokens,
     )
 
@@ -193,7 +195,13 @@ def place_recipe(
     """
     train = recipe.train
     request = request_of(recipe, shape, cuda=machine.cuda, optimizer_actors=optimizer_actors)
-    sizes = micro_batches_of(train.sequences_per_step, train.sequence_length) if train.micro_batch == "auto" else ()
+    sizes: tuple[int, ...] = ()
+    if train.micro_batch == "auto":
+        # No wave goes without a micro-batch.
+        most = train.sequences_per_step // (recipe.memory.waves or 1)
+        sizes = tuple(
+            size for size in micro_batches_of(train.sequences_per_step, train.sequence_length) if size <= most
+        )
     rates = hardware or assumed_hardware(machine.gpu_name, machine.cores)
     return place(request, budget_of(recipe, machine, request.processes), rates, sizes)
 

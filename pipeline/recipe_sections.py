@@ -241,6 +241,13 @@ class MemorySection(Section):
     kept_layers: CountOrOff | None = None
     """Most decoder layers that keep weights and activations on the device instead of being recomputed; 0 recomputes
     all. Default: as many as it has room for."""
+    boundary_every: Count | None = None
+    """Of so many recomputed decoder layers one keeps its input for the backward, which makes those of the others anew:
+    less to hold, up to an eighth more to compute a step. Default: chosen by the plan. No bit depends on it."""
+    waves: Count | None = None
+    """Parts of a step's micro-batches that pass all layers one after another: less to hold, weights streamed again for
+    each, and 2 bytes a parameter more in RAM (4 without clipping) for fp32 gradient sums. Default: chosen by the plan,
+    1 wherever the boundary activations of a whole step have room. No bit depends on it."""
     mlp_chunk_tokens: CountOrOff | None = None
     """Tokens that pass a recomputed layer's feed-forward network at a time; 0: a micro-batch, whole. Default: chunks of
     2,048 to 16,384 where a layer at work would not fit the device otherwise, or would push boundary activations out
@@ -356,6 +363,12 @@ class Recipe(Section):
         elif optimizer.warmup_steps + optimizer.decay_steps > steps:
             want = f"with optimizer.warmup_steps = {optimizer.warmup_steps} must not exceed train.steps = {steps}"
             problems.append(Problem("optimizer.decay_steps", want, optimizer.decay_steps))
+        micro_batches = self.train.sequences_per_step // (
+            1 if self.train.micro_batch == "auto" else self.train.micro_batch
+        )
+        if self.memory.waves is not None and self.memory.waves > micro_batches:
+            want = f"must not exceed the {micro_batches} micro-batches of a step; lower it or train.micro_batch"
+            problems.append(Problem("memory.waves", want, self.memory.waves))
         if self.eval.every_steps and self.data.eval_path is None and self.data.eval_fraction is None:
             want = "needs held-out data: give data.eval_path or data.eval_fraction"
             problems.append(Problem("eval.every_steps", want, self.eval.every_steps))

@@ -67,8 +67,7 @@ def simulate(costs: CostModel) -> Prediction:
         busy = sum(_overlap(node, start, end) for node in window if node.cost and node.cost.lane is lane)
         loads.append(LaneLoad(lane, busy / MEASURED_STEPS, critical.get(lane, 0.0) / MEASURED_STEPS))
     moved = dict.fromkeys(Lane, 0)
-    for operation in run.operations:
-        cost = costs.cost(operation.key)
+    for cost in run.prices:
         if cost is not None:
             moved[cost.lane] += cost.num_bytes
     return Prediction(
@@ -112,13 +111,14 @@ class _Run:
     def __init__(self, costs: CostModel) -> None:
         self.schedule = costs.placement.schedule
         self.operations = build_step(self.schedule)
+        self.prices = [costs.cost(operation.key) for operation in self.operations]
         count = len(self.operations)
         index = {operation.key: place for place, operation in enumerate(self.operations)}
         self.nodes: list[_Node] = []
         self.followers: list[list[int]] = [[] for _ in range(count * self.steps)]
         for step in range(self.steps):
             for place, operation in enumerate(self.operations):
-                node = _Node(operation.key, costs.cost(operation.key), step * count + place)
+                node = _Node(operation.key, self.prices[place], step * count + place)
                 before = [step * count + index[key] for key in operation.after]
                 if step:
                     before += [(step - 1) * count + index[key] for key in operation.after_last if key in index]

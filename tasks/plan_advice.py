@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pipeline.costs import CostModel
 from pipeline.hardware import Hardware
 from pipeline.placement import Placement, PlacementRequest
-from pipeline.placement_search import solve
+from pipeline.placement_choice import choose
 from pipeline.simulate import Prediction, simulate
 
 WORTHWHILE = 1.1
@@ -34,7 +34,7 @@ def advice(
     pace = request.step.tokens / prediction.step_s
     found = []
     for changed, setting, but in _changes(request):
-        fit = solve(changed, placement.budget)
+        fit = choose(changed, placement.budget, hardware)
         if isinstance(fit, Placement):
             step_s = simulate(CostModel(fit, changed.compute, changed.step, hardware)).step_s
             found.append(Advice(setting, changed.step.tokens / step_s / pace, but))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.footprint import TIER_NAMES, Place
-from pipeline.placement import Placement
+from pipeline.placement import Placement, boundaries_in_words
 from tasks.plan_report import SECONDS_A_DAY, HomeRange, Plan, TimeFigures, home_ranges
 from tiers.quantities import shown_bytes, shown_count, shown_duration
 
@@ -22,6 +22,7 @@ def tables(plan: Plan) -> str:
     lines += [f"note: {note}" for note in plan.notes]
     step = plan.placement.step
     lines.append(f"micro-batch: {step.micro_batch} of {step.sequences} sequences a step")
+    lines.append(f"boundary activations: {boundaries_in_words(plan.placement)}")
     if plan.reason:
         lines.append(plan.reason)
         lines.append("\nOn a machine with enough of everything it would take:")
