@@ -89,7 +89,7 @@ def attempt(
                 recipe=recipe,
                 coordinator=coordinator,
                 loader=held.enter_context(loader),
-                held_out=_evaluation(recipe, data),
+                held_out=_evaluation(recipe, data, placement.schedule.waves),
                 checkpoints=checkpoints,
                 log=held.enter_context(RunLog(recipe, crew, facts, progress.step)),
                 progress=progress,
@@ -120,13 +120,14 @@ def _require_alive(crew: Crew) -> None:
         raise ActorLostError(f"gone: {', '.join(names)}")
 
 
-def _evaluation(recipe: Recipe, data: Data) -> Callable[[], Iterator[Batch]] | None:
-    """Batches of an evaluation: the same every time, as many as the recipe asks for."""
+def _evaluation(recipe: Recipe, data: Data, waves: int) -> Callable[[], Iterator[Batch]] | None:
+    """Batches of an evaluation: the same every time, as many as the recipe asks for, none larger than a wave."""
     if data.held_out is None:
         return None
     micro_batches = recipe.train.micro_batches
-    batches = partial(eval_batches, data.held_out, recipe.train.sequences_at_once, micro_batches)
+    parts = next(parts for parts in range(waves, micro_batches + 1) if micro_batches % parts == 0)
+    batches = partial(eval_batches, data.held_out, recipe.train.sequences_at_once, micro_batches // parts)
     if recipe.eval.sequences is None:
         return batches
     passes = -(-recipe.eval.sequences // recipe.train.sequences_per_step)
-    return lambda: itertools.islice(batches(), passes)
+    return lambda: itertools.islice(batches(), passes * parts)

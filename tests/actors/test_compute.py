@@ -150,7 +150,10 @@ def test_device_memory_taken_for_good_does_not_depend_on_depth() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"device": "tpu"}, {"decoder_slots": 0}, {"outgoing_buffers": 0}, {"max_grad_norm": 0.0}, {"threads": -1}],
+    [
+        *({"device": "tpu"}, {"decoder_slots": 0}, {"outgoing_buffers": 0}, {"max_grad_norm": 0.0}, {"threads": -1}),
+        *({"waves": 0}, {"boundary_every": 0}),
+    ],
     ids=str,
 )
 def test_senseless_settings_are_refused(options: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pipeline.activations import Boundaries
+from pipeline.carried_sums import CarriedSums
 from pipeline.compute import Compute, ComputeSettings
 from pipeline.device_slots import WeightSlots
 from pipeline.families import load_model_spec, model_layout
@@ -102,6 +103,35 @@ def test_a_gradient_lands_whole_and_is_not_overwritten_on_its_way() -> None:
             assert landed[layer.index].min() == landed[layer.index].max() == step + layer.index
 
 
+def test_sums_wait_on_the_host_for_the_next_wave_behind_slow_work() -> None:
+    layout, streams, spans = model(), open_streams(cuda()), SpanRecorder("compute", False)
+    accumulators = Accumulators(layout, cuda(), 2)
+    carried = CarriedSums(
+        accumulators, {layer.index: pinned(layer.numel, math.nan) for layer in layout.layers}, streams
+    )
+    backward = layout.layers[:0:-1]
+    for step in range(20):
+        totals = {}
+        for wave in range(3):
+            for layer in backward:
+                if wave:
+                    carried.fetch(layer, spans)
+                with streams.compute.enqueue():
+                    torch.cuda._sleep(SPIN_CYCLES // 20)
+                    carried.open(layer)
+                    accumulators.of(layer).add_(step + layer.index)
+                    if wave == 2:
+                        total = accumulators.of(layer)
+                        totals[layer.index] = total.amin(), total.amax()
+                        total.zero_()
+                    carried.close(layer)
+                if wave < 2:
+                    carried.store(layer, spans)
+        streams.synchronize()
+        for index, (least, most) in totals.items():
+            assert least.item() == most.item() == 3 * (step + index)
+
+
 def test_spilled_activations_come_back_bit_equal_behind_slow_work() -> None:
     streams = open_streams(cuda())
     room = torch.zeros(8 << 20, dtype=torch.uint8).pin_memory()
@@ -166,7 +196,16 @@ def test_a_step_on_the_gpu_equals_one_on_the_cpu(tied: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"decoder_slots": 1}, {"activation_bytes": 1 << 16}, {"device_gradients": 4}], ids=str
+    "options",
+    [
+        {"decoder_slots": 1},
+        {"activation_bytes": 1 << 16},
+        {"device_gradients": 4},
+        {"boundary_every": 2, "decoder_slots": 3, "activation_bytes": 1 << 14},
+        {"waves": 3},
+        {"waves": 4, "boundary_every": 3, "decoder_slots": 1, "activation_bytes": 1 << 14},
+    ],
+    ids=str,
 )
 def test_where_things_lie_changes_no_bit_on_the_gpu(options: dict[str, Any]) -> None:
     outcomes = []

@@ -40,7 +40,7 @@ class LocalCompute:
         homes = tuple(
             LayerHome(gradient_slot=layer.index, gradient_on_device=layer.index >= first_held) for layer in model.layers
         )
-        self.plan = TierPlan(model, homes, ElementType.FLOAT32, activation_bytes)
+        self.plan = TierPlan(model, homes, ElementType.FLOAT32, activation_bytes, settings.get("waves", 1) > 1)
         self.tier = ParameterTier(self.plan)
         self.settings = ComputeSettings(LR, max_grad_norm, **settings)
         self.schedule = SchedulePlan(
@@ -50,6 +50,8 @@ class LocalCompute:
             self.settings.decoder_slots,
             self.settings.outgoing_buffers,
             device_gradients=tuple(home.gradient_on_device for home in homes),
+            boundary_every=self.settings.boundary_every,
+            waves=self.settings.waves,
         )
         self.arena, self.map = self.tier.handle().attach()
         for layer in model.layers:
@@ -104,6 +106,12 @@ class LocalCompute:
                     compute.head(step, slot)
                 case Op.BACKWARD:
                     compute.backward(step, layer, slot)
+                case Op.RECOMPUTE:
+                    compute.recompute(step, layer, slot)
+                case Op.STORE_SUM:
+                    compute.store_sum(step, layer)
+                case Op.FETCH_SUM:
+                    compute.fetch_sum(step, layer)
                 case Op.OFFLOAD:
                     compute.offload(step, layer)
                 case Op.LOSS:
