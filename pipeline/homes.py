@@ -5,8 +5,8 @@ Pure policy for `placement`; tests of the tier use `homes` to force any mixture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from tiers.layout import LayerHome, LayerKind, LayerLayout, ModelLayout
 
@@ -21,51 +21,40 @@ SHARED_SLOT_RATIO = 1.25
 """A vocabulary layer shares the decoder layers' staging slots where it is at most this much larger than they are."""
 
 
-def candidates(
-    model: ModelLayout, *, clip: bool, staging_slots: int, nvme: bool, device_gradients: int = 0
-) -> list[tuple[LayerHome, ...]]:
-    """Homes of all layers in order of preference: as little as possible on NVMe, then as few gradients on the device.
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """What of a model lives on NVMe."""
+
+    state: tuple[int, ...] = ()
+    """Layers whose optimizer state does, ascending."""
+    weights: tuple[int, ...] = ()
+    """Layers whose weights do too."""
+    staging_slots: int = 1
+    """RAM slots that they share, for weights and for state each."""
+
+
+def spills(model: ModelLayout, *, staging_slots: int) -> Iterator[Spill]:
+    """Ways to put something on NVMe, in order of preference: as little as possible first.
 
     Args:
         model: The layout.
-        clip: Whether every gradient is held until the norm is known.
         staging_slots: The most RAM slots that the layers on NVMe share; fewer are tried too.
-        nvme: Whether there is a drive.
-        device_gradients: Layers whose held gradients the device has room for.
     """
     layers = model.layers
-    found = [
-        homes(model, clip=clip, state=[], weights=[], staging_slots=staging_slots, device_gradients=held)
-        for held in range(device_gradients + 1)
-    ]
-    if not nvme:
-        return found
-    decoders = [layer.index for layer in layers if layer.kind is LayerKind.DECODER]
-    vocabulary = [layer.index for layer in layers if _spills(layer, model)]
+    decoders = tuple(layer.index for layer in layers if layer.kind is LayerKind.DECODER)
+    vocabulary = tuple(layer.index for layer in layers if _spills(layer, model))
     for slots in range(staging_slots, 0, -1):
         choices = [_spread(decoders, count) for count in range(slots + 1, len(decoders) + 1)]
-        choices.append(sorted(decoders + vocabulary))
-        spilled: list[tuple[list[int], list[int]]] = [(state, []) for state in choices]
-        spilled += [(choices[-1], weights) for weights in choices]
+        choices.append(tuple(sorted(decoders + vocabulary)))
+        for state in choices:
+            yield Spill(state, (), slots)
+        for weights in choices:
+            yield Spill(choices[-1], weights, slots)
         if slots == 1:
             # A drive too small for one more layer's state may still take the weights of a few.
-            spilled += [
-                (state, _spread(state, weights))
-                for state in reversed(choices)
-                for weights in range(1, min(MOST_MIXED, len(state)) + 1)
-            ]
-        found += [
-            homes(
-                model,
-                clip=clip,
-                state=state,
-                weights=weights,
-                staging_slots=slots,
-                device_gradients=device_gradients,
-            )
-            for state, weights in spilled
-        ]
-    return found
+            for state in reversed(choices):
+                for count in range(1, min(MOST_MIXED, len(state)) + 1):
+                    yield Spill(state, _spread(state, count), slots)
 
 
 def homes(
@@ -89,8 +78,8 @@ def homes(
             last, so the first updates find their gradients in RAM. Only with clipping.
     """
     assert clip or not device_gradients, "without clipping no gradient waits"
-    state_slot = _staging(model, state, staging_slots)
-    weight_slot = _staging(model, weights, staging_slots)
+    state_slot = staging(model, state, staging_slots)
+    weight_slot = staging(model, weights, staging_slots)
     gradient = _gradient_slots(model, clip, device_gradients)
     first_held = len(model.layers) - device_gradients
     return tuple(
@@ -124,12 +113,12 @@ def _spills(layer: LayerLayout, model: ModelLayout) -> bool:
     return layer.kind is LayerKind.EMBEDDING or (layer.kind is LayerKind.HEAD and not model.tied)
 
 
-def _spread(indices: list[int], count: int) -> list[int]:
+def _spread(indices: Sequence[int], count: int) -> tuple[int, ...]:
     """`count` of `indices`, evenly spread."""
-    return [indices[(2 * rank + 1) * len(indices) // (2 * count)] for rank in range(count)]
+    return tuple(indices[(2 * rank + 1) * len(indices) // (2 * count)] for rank in range(count))
 
 
-def _staging(model: ModelLayout, spilled: Sequence[int], slots: int) -> dict[int, int]:
+def staging(model: ModelLayout, spilled: Sequence[int], slots: int) -> dict[int, int]:
     """Slot of each layer on NVMe: consecutive ones differ, and no small layer pays for a slot of vocabulary size."""
     decoders = [index for index in spilled if model.layers[index].kind is LayerKind.DECODER]
     largest = max((model.layers[index].numel for index in decoders), default=0)
@@ -142,7 +131,7 @@ def _gradient_slots(model: ModelLayout, clip: bool, device_gradients: int) -> tu
     if clip:
         held_in_ram = len(model.layers) - device_gradients
         # Of the ring's slots one is as large as the vocabulary; two suffice where each update follows on its offload.
-        ring = _staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING - 1)
+        ring = staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING - 1)
         return (*range(held_in_ram), *(held_in_ram + ring[layer] for layer in sorted(ring)))
     decoders = 0
     slots: list[int] = []

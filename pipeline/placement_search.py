@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 
 from pipeline.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
 from pipeline.device_extras import NO_EXTRAS, Extras, choose_extras
 from pipeline.device_footprint import device_terms
 from pipeline.footprint import Place, Term, total
-from pipeline.homes import candidates, without_ram_gradients
+from pipeline.homes import Spill, homes, without_ram_gradients
 from pipeline.host_footprint import arena_terms, process_terms
 from pipeline.layer_groups import LayerGroups
 from pipeline.mlp_chunks import DeviceFit, choose_chunk_tokens
 from pipeline.schedule import SchedulePlan
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
+from pipeline.spill_bytes import all_spill_bytes
 from tiers.layout import (
     ArenaMap,
     Buffer,
@@ -167,49 +169,58 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
     waves = request.waves or 1
     wave_tokens = request.step.largest_wave(waves).tokens
     pinned_bytes = spilled * wave_tokens * request.compute.hidden_size * _weight_bytes(request.model)
-    least: TierPlan | None = None
-    least_bytes = 0
-    drive: Shortage | None = None
-    for homes in candidates(
-        request.model,
-        # Sums wait for the next wave where held gradients wait for the norm.
-        clip=request.clip or waves > 1,
-        staging_slots=request.staging_slots,
-        nvme=budget.nvme_bytes > 0,
-        device_gradients=_room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip and waves == 1 else 0,
-    ):
-        tier = TierPlan(request.model, homes, _gradient_type(request), pinned_bytes, gradient_sums=waves > 1)
-        arena_bytes = ArenaMap.of(tier).total_bytes
+    # Sums wait for the next wave where held gradients wait for the norm.
+    clip = request.clip or waves > 1
+    most_held = _room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip and waves == 1 else 0
+
+    def tier_of(spill: Spill, held: int) -> TierPlan:
+        placed = homes(request.model, clip=clip, device_gradients=held, **asdict(spill))
+        return TierPlan(request.model, placed, _gradient_type(request), pinned_bytes, gradient_sums=waves > 1)
+
+    def ways() -> Iterator[tuple[Spill, int, int, int]]:
+        """What is on NVMe, layers whose gradients wait on the device, bytes of the arena and of the drive."""
+        all_in_ram = 0
+        for held in range(most_held + 1):
+            all_in_ram = ArenaMap.of(tier_of(Spill(), held)).total_bytes
+            yield Spill(), held, all_in_ram, 0
+        for each in all_spill_bytes(request.model, request.staging_slots) if budget.nvme_bytes > 0 else ():
+            yield each.spill, most_held, all_in_ram - each.saved_bytes, each.nvme_bytes
+
+    least: tuple[int, Spill, int] | None = None
+    least_drive: tuple[int, Spill, int] | None = None
+    for spill, held, arena_bytes, nvme_bytes in ways():
         if arena_bytes > budget.ram_bytes:
-            if least is None or arena_bytes < least_bytes:
-                least, least_bytes = tier, arena_bytes
-            continue
-        nvme = _nvme_terms(tier)
-        if total(nvme) > budget.nvme_bytes:
-            # Fewer staging slots leave more RAM to layers, so a later candidate may need less of the drive.
-            if drive is None or total(nvme) < drive.needed_bytes:
-                drive = Shortage(Place.NVME, total(nvme), nvme)
-            continue
-        held = sum(home.gradient_on_device for home in homes)
-        extras = _extras(request, homes, spilled, held, budget.gpu_bytes)
-        if waves == 1:
-            homes = without_ram_gradients(request.model, homes, extras.device_updates)
-        tier = replace(tier, homes=homes)
-        host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
-        device = _device(request, spilled, held, extras)
-        return Placement(
-            tier,
-            _schedule(request, tier.homes, extras),
-            spilled,
-            budget,
-            (*host, *device, *nvme),
-            request.step,
-            request.mlp_chunk_tokens or 0,
-        )
-    if drive is not None:
-        return drive
+            least = min(least or (arena_bytes, spill, held), (arena_bytes, spill, held), key=itemgetter(0))
+        elif nvme_bytes > budget.nvme_bytes:
+            # Fewer staging slots leave more RAM to layers, so a later way may need less of the drive.
+            tried = (nvme_bytes, spill, held)
+            least_drive = min(least_drive or tried, tried, key=itemgetter(0))
+        else:
+            return _placement(request, budget, tier_of(spill, held), spilled, held)
+    if least_drive is not None:
+        needed, spill, held = least_drive
+        return Shortage(Place.NVME, needed, _nvme_terms(tier_of(spill, held)))
     assert least is not None
-    return Shortage(Place.RAM, least_bytes, arena_terms(least))
+    needed, spill, held = least
+    return Shortage(Place.RAM, needed, arena_terms(tier_of(spill, held)))
+
+
+def _placement(request: PlacementRequest, budget: MemoryBudget, tier: TierPlan, spilled: int, held: int) -> Placement:
+    """A way that fits, and what the rest of the device is used for."""
+    extras = _extras(request, tier.homes, spilled, held, budget.gpu_bytes)
+    if not tier.gradient_sums:
+        tier = replace(tier, homes=without_ram_gradients(request.model, tier.homes, extras.device_updates))
+    host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
+    device = _device(request, spilled, held, extras)
+    return Placement(
+        tier,
+        _schedule(request, tier.homes, extras),
+        spilled,
+        budget,
+        (*host, *device, *_nvme_terms(tier)),
+        request.step,
+        request.mlp_chunk_tokens or 0,
+    )
 
 
 def _spilled_boundaries(request: PlacementRequest, gpu_bytes: int) -> int:

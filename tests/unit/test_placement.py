@@ -9,20 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.footprint import GIB, Place, total
-from pipeline.homes import candidates, homes
+from pipeline.homes import Spill, homes, spills
 from pipeline.host_footprint import arena_terms
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place, preflight, summary
 from pipeline.shapes import ComputeShape, ProcessShape, StepShape
+from pipeline.spill_bytes import all_spill_bytes
 from tiers.layout import (
     ArenaMap,
+    ElementType,
     InitKind,
+    LayerHome,
     LayerKind,
     LayerLayout,
     ModelLayout,
     Precision,
     TensorSpec,
+    TierPlan,
     place_tensors,
 )
+from tiers.scratch import scratch_bytes
 
 COMPUTE = ComputeShape(hidden_size=64, intermediate_size=256, query_size=64, kv_size=32, head_size=16, vocab_size=4096)
 STEP = StepShape(sequence_length=128, sequences=8, micro_batch=2)
@@ -44,6 +49,14 @@ def model(decoders: int = 8, decoder: int = 1 << 20, vocab: int = 4 << 20, tied:
 
 def request(layout: ModelLayout, *, clip: bool = True, slots: int = 3) -> PlacementRequest:
     return PlacementRequest(layout, COMPUTE, STEP, clip, PROCESSES, staging_slots=slots, kept_layers=0)
+
+
+def every_homes(layout: ModelLayout, *, clip: bool, slots: int = 3) -> list[tuple[LayerHome, ...]]:
+    """Of every way to put something on NVMe."""
+    ways = spills(layout, staging_slots=slots)
+    return [
+        homes(layout, clip=clip, state=way.state, weights=way.weights, staging_slots=way.staging_slots) for way in ways
+    ]
 
 
 def squeezed(request_: PlacementRequest, saved_bytes: int, nvme: int = 2**50) -> MemoryBudget:
@@ -78,7 +91,7 @@ def test_spills_weights_only_when_all_state_is_spilled() -> None:
     wanted = request(model(decoders=16), clip=False)
     minimal = min(
         ArenaMap.of(replace(place(wanted, ROOMY).tier, homes=found)).total_bytes
-        for found in candidates(wanted.model, clip=False, staging_slots=3, nvme=True)
+        for found in every_homes(wanted.model, clip=False)
         if all(home.weight_slot is None for home in found)
     )
     saved = ArenaMap.of(place(wanted, ROOMY).tier).total_bytes - minimal
@@ -87,12 +100,38 @@ def test_spills_weights_only_when_all_state_is_spilled() -> None:
     assert all(home.state_slot is not None for home in placement.tier.homes[:-1])
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", Precision)
+def test_bytes_by_arithmetic_are_those_of_the_arena_and_the_files(precision: Precision, tied: bool) -> None:
+    layout = replace(model(decoders=5, decoder=(1 << 18) + 7, vocab=(1 << 18) + 4097, tied=tied), precision=precision)
+
+    def plan_of(spill: Spill) -> TierPlan:
+        held = 2
+        placed = homes(
+            layout,
+            clip=True,
+            state=spill.state,
+            weights=spill.weights,
+            staging_slots=spill.staging_slots,
+            device_gradients=held,
+        )
+        return TierPlan(layout, placed, ElementType.FLOAT32, activation_bytes=12345)
+
+    in_ram = ArenaMap.of(plan_of(Spill())).total_bytes
+    ways = all_spill_bytes(layout, 3)
+    assert len({way.spill for way in ways}) > 20
+    for way in ways:
+        plan = plan_of(way.spill)
+        assert in_ram - way.saved_bytes == ArenaMap.of(plan).total_bytes
+        assert way.nvme_bytes == scratch_bytes(plan)
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_consecutive_layers_never_share_a_slot_of_a_ring(slots: int, clip: bool, tied: bool) -> None:
     layout = model(tied=tied, vocab=1 << 20)
-    for found in candidates(layout, clip=clip, staging_slots=slots, nvme=True):
+    for found in every_homes(layout, clip=clip, slots=slots):
         if sum(home.state_slot == 0 for home in found) == sum(home.state_slot is not None for home in found):
             continue  # one slot is the last resort, and has no order
         for kind in ("weight_slot", "state_slot"):
