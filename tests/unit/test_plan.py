@@ -63,6 +63,7 @@ def test_tables_hold_every_term_and_add_up(capsys: pytest.CaptureFixture[str]) -
     """FAULTS B140, B141: each term on its own line, and their sum is the total that is compared with the machine."""
     values = as_json(capsys, "qwen2.5-14b", "rtx4090-256gb-1nvme")
     _, text = plan(capsys, str(RECIPES / "qwen2.5-14b.toml"), "--hardware", "rtx4090-256gb-1nvme")
+    assert "\nboundary activations: every " in text and {"boundary_every", "waves"} <= values.keys()
     terms, totals = values["terms"], values["total_bytes"]
     assert isinstance(terms, list) and isinstance(totals, dict)
     for place, total in totals.items():

@@ -145,6 +145,8 @@ def test_key_outside_any_section_is_sent_to_its_own(tmp_path: Path) -> None:
         ("precision.mode=fp16", 'precision.mode = "fp16": must be "bf16" or "fp32"; did you mean'),
         ("precision.mode=FP32", 'did you mean "fp32"?'),
         ("train.sequences_per_step=7", None),
+        ("memory.waves=9", "memory.waves = 9: must not exceed the 8 micro-batches of a step"),
+        ("memory.boundary_every=0", "memory.boundary_every = 0: must be a whole number, at least 1"),
         ("train.micro_batch=3", "train.sequences_per_step = 8: must be a multiple of train.micro_batch = 3"),
         ("model.config=config.json", "give exactly one of model.source (pretrained) and model.config"),
         ("model.source=", "give exactly one of model.source (pretrained) and model.config"),
