@@ -8,7 +8,7 @@ from pipeline.device_costs import DeviceCosts
 from pipeline.hardware import Hardware
 from pipeline.messages import Lane
 from pipeline.operations import Key, Op, Pass
-from pipeline.placement_search import Placement
+from pipeline.placement_request import Placement
 from pipeline.shapes import ComputeShape, StepShape
 from tiers.layout import Buffer, LayerKind, LayerLayout, buffer_types, state_buffers
 

@@ -12,7 +12,8 @@ from pipeline.footprint import GIB, TIER_NAMES, Place, total
 from pipeline.hardware import Hardware
 from pipeline.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
 from pipeline.placement_choice import choose
-from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, solve
+from pipeline.placement_request import MemoryBudget, Placement, PlacementRequest
+from pipeline.placement_search import solve
 from pipeline.remedies import refusal
 from pipeline.shapes import ProcessShape
 from tiers.quantities import shown_bytes

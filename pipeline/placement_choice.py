@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from pipeline.costs import CostModel
 from pipeline.hardware import Hardware
-from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, Shortage, solve, variants
+from pipeline.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
+from pipeline.placement_search import solve, variants
 from pipeline.simulate import simulate
 
 MOST_TOKENS_AT_ONCE = 65_536

@@ -2,107 +2,28 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from operator import itemgetter
 
 from pipeline.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
-from pipeline.device_extras import NO_EXTRAS, Extras, choose_extras
-from pipeline.device_footprint import device_terms
+from pipeline.device_extras import Extras
+from pipeline.device_fit import (
+    chunk_tokens,
+    decoders,
+    device_account,
+    extras_of,
+    room_for_gradients,
+    spilled_boundaries,
+)
 from pipeline.footprint import Place, Term, total
 from pipeline.homes import Spill, homes, without_ram_gradients
 from pipeline.host_footprint import arena_terms, process_terms
-from pipeline.layer_groups import LayerGroups
-from pipeline.mlp_chunks import DeviceFit, choose_chunk_tokens
+from pipeline.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
 from pipeline.schedule import SchedulePlan
-from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from pipeline.spill_bytes import all_spill_bytes
-from tiers.layout import (
-    ArenaMap,
-    Buffer,
-    ElementType,
-    LayerHome,
-    LayerKind,
-    ModelLayout,
-    TierPlan,
-    buffer_types,
-    state_buffers,
-)
+from tiers.layout import ArenaMap, Buffer, LayerHome, TierPlan, buffer_types, state_buffers
 from tiers.scratch import scratch_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """What a run may use."""
-
-    ram_bytes: int
-    """Host memory for model state: the arena. What the processes take beside it is `process_terms`."""
-    gpu_bytes: int
-    nvme_bytes: int = 0
-    """Free room of `[memory] nvme_dir`; 0 where there is none."""
-
-
-@dataclass(frozen=True)
-class PlacementRequest:
-    """Everything the decision depends on, besides the budget."""
-
-    model: ModelLayout
-    compute: ComputeShape
-    step: StepShape
-    clip: bool
-    """Global clipping holds every gradient until the norm is known."""
-    processes: ProcessShape = field(default_factory=ProcessShape)
-    staging_slots: int = 3
-    """The most RAM slots that the layers on NVMe share, for weights and for state each; fewer where they do not fit."""
-    decoder_slots: int = 2
-    gradient_type: ElementType | None = None
-    """None means that of the precision."""
-    device_updates: bool = True
-    """Whether layers may be updated on the device; only with clipping and a GPU."""
-    kept_layers: int | None = None
-    """The most decoder layers that are not recomputed; None for as many as the device has room for."""
-    boundary_every: int | None = None
-    """Of so many recomputed decoder layers one keeps its input for the backward; None for what fits."""
-    waves: int | None = None
-    """Parts of the step that pass all layers one after another; None for what fits."""
-    mlp_chunk_tokens: int | None = None
-    """Tokens that pass a recomputed layer's feed-forward network at a time, 0 for a micro-batch; None: chunks where the
-    device needs them."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where everything lives, and the account of it."""
-
-    tier: TierPlan
-    schedule: SchedulePlan
-    spilled_boundaries: int
-    """Kept inputs of decoder layers, the first ones, that wait for their backward in pinned RAM."""
-    budget: MemoryBudget
-    terms: tuple[Term, ...]
-    step: StepShape
-    """With the micro-batch that was chosen."""
-    mlp_chunk_tokens: int = 0
-    """Tokens that pass a recomputed layer's feed-forward network at a time; 0 for a whole micro-batch."""
-
-    @property
-    def arena_bytes(self) -> int:
-        """Host memory for model state."""
-        return ArenaMap.of(self.tier).total_bytes
-
-    def used(self, place: Place) -> int:
-        """Bytes that the run holds in `place`."""
-        return total(term for term in self.terms if term.place is place)
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """A tier that cannot hold what it must."""
-
-    place: Place
-    needed_bytes: int
-    terms: tuple[Term, ...]
 
 
 def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
@@ -121,8 +42,8 @@ def variants(request: PlacementRequest, budget: MemoryBudget) -> Iterator[Placem
 
     def spilled(plan: BoundaryPlan) -> int | None:
         variant = _with_boundaries(request, budget, plan)
-        count = _spilled_boundaries(variant, budget.gpu_bytes)
-        return count if total(_device(variant, count, 0)) <= budget.gpu_bytes else None
+        count = spilled_boundaries(variant, budget.gpu_bytes)
+        return count if total(device_account(variant, count, 0)) <= budget.gpu_bytes else None
 
     for plan in worth_trying(_boundary_plans(request), spilled):
         yield _with_boundaries(request, budget, plan)
@@ -130,7 +51,7 @@ def variants(request: PlacementRequest, budget: MemoryBudget) -> Iterator[Placem
 
 def _boundary_plans(request: PlacementRequest) -> Iterator[BoundaryPlan]:
     return boundary_plans(
-        _decoders(request.model), request.step.micro_batches, every=request.boundary_every, waves=request.waves
+        decoders(request.model), request.step.micro_batches, every=request.boundary_every, waves=request.waves
     )
 
 
@@ -138,7 +59,7 @@ def _with_boundaries(request: PlacementRequest, budget: MemoryBudget, plan: Boun
     slots = streaming_slots(plan.every, request.decoder_slots)
     request = replace(request, boundary_every=plan.every, waves=plan.waves, decoder_slots=slots)
     if request.mlp_chunk_tokens is None:
-        request = replace(request, mlp_chunk_tokens=_chunk_tokens(request, budget.gpu_bytes))
+        request = replace(request, mlp_chunk_tokens=chunk_tokens(request, budget.gpu_bytes))
     return request
 
 
@@ -162,20 +83,20 @@ WORTH_A_SLOT = 0.9
 
 def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
     """The first of the candidates, in order of preference, that fits."""
-    spilled = _spilled_boundaries(request, budget.gpu_bytes)
-    device = _device(request, spilled, 0)
+    spilled = spilled_boundaries(request, budget.gpu_bytes)
+    device = device_account(request, spilled, 0)
     if total(device) > budget.gpu_bytes:
         return Shortage(Place.DEVICE, total(device), device)
     waves = request.waves or 1
     wave_tokens = request.step.largest_wave(waves).tokens
-    pinned_bytes = spilled * wave_tokens * request.compute.hidden_size * _weight_bytes(request.model)
+    pinned_bytes = spilled * wave_tokens * request.compute.hidden_size * request.weight_bytes
     # Sums wait for the next wave where held gradients wait for the norm.
     clip = request.clip or waves > 1
-    most_held = _room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip and waves == 1 else 0
+    most_held = room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip and waves == 1 else 0
 
     def tier_of(spill: Spill, held: int) -> TierPlan:
         placed = homes(request.model, clip=clip, device_gradients=held, **asdict(spill))
-        return TierPlan(request.model, placed, _gradient_type(request), pinned_bytes, gradient_sums=waves > 1)
+        return TierPlan(request.model, placed, request.outgoing_type, pinned_bytes, gradient_sums=waves > 1)
 
     def ways() -> Iterator[tuple[Spill, int, int, int]]:
         """What is on NVMe, layers whose gradients wait on the device, bytes of the arena and of the drive."""
@@ -207,11 +128,11 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
 
 def _placement(request: PlacementRequest, budget: MemoryBudget, tier: TierPlan, spilled: int, held: int) -> Placement:
     """A way that fits, and what the rest of the device is used for."""
-    extras = _extras(request, tier.homes, spilled, held, budget.gpu_bytes)
+    extras = extras_of(request, tier.homes, spilled, held, budget.gpu_bytes)
     if not tier.gradient_sums:
         tier = replace(tier, homes=without_ram_gradients(request.model, tier.homes, extras.device_updates))
     host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
-    device = _device(request, spilled, held, extras)
+    device = device_account(request, spilled, held, extras)
     return Placement(
         tier,
         _schedule(request, tier.homes, extras),
@@ -221,77 +142,6 @@ def _placement(request: PlacementRequest, budget: MemoryBudget, tier: TierPlan, 
         request.step,
         request.mlp_chunk_tokens or 0,
     )
-
-
-def _spilled_boundaries(request: PlacementRequest, gpu_bytes: int) -> int:
-    """How many kept inputs of decoder layers spill to pinned RAM: the fewest that fit, all where none do."""
-    count = LayerGroups(_decoders(request.model), request.boundary_every or 1).count
-    return next((n for n in range(count) if total(_device(request, n, 0)) <= gpu_bytes), count)
-
-
-def _decoders(model: ModelLayout) -> int:
-    return sum(layer.kind is LayerKind.DECODER for layer in model.layers)
-
-
-def _chunk_tokens(request: PlacementRequest, gpu_bytes: int) -> int:
-    """Tokens that pass a feed-forward network at a time, so that the device suffices."""
-
-    def fit(chunk_tokens: int) -> DeviceFit:
-        tried = replace(request, mlp_chunk_tokens=chunk_tokens)
-        spilled = _spilled_boundaries(tried, gpu_bytes)
-        return DeviceFit(max(0, total(_device(tried, spilled, 0)) - gpu_bytes), spilled)
-
-    return choose_chunk_tokens(request.step.micro_batch_tokens, fit)
-
-
-def _room_for_gradients(request: PlacementRequest, spilled: int, gpu_bytes: int) -> int:
-    """How many layers' gradients can wait for the norm on the device."""
-    counts = range(len(request.model.layers) + 1)
-    # Bytes grow with the count, save that the outgoing buffers go with the last: bisect finds the last that fits.
-    return bisect_right(counts, gpu_bytes, key=lambda held: total(_device(request, spilled, held))) - 1
-
-
-def _extras(
-    request: PlacementRequest, homes: tuple[LayerHome, ...], spilled: int, held_gradients: int, gpu_bytes: int
-) -> Extras:
-    """What the rest of the device is used for; nothing where activations spill for want of room."""
-    if spilled:
-        return NO_EXTRAS
-    return choose_extras(
-        homes,
-        lambda extras: total(_device(request, spilled, held_gradients, extras)) <= gpu_bytes,
-        decoder_slots=request.decoder_slots,
-        updates=request.device_updates and request.clip and request.processes.cuda,
-        kept_layers=request.kept_layers,
-    )
-
-
-def _device(
-    request: PlacementRequest, spilled: int, held_gradients: int, extras: Extras = NO_EXTRAS
-) -> tuple[Term, ...]:
-    return device_terms(
-        request.model,
-        request.compute,
-        request.step,
-        _gradient_type(request).bytes,
-        decoder_slots=request.decoder_slots,
-        spilled_boundaries=spilled,
-        boundary_every=request.boundary_every or 1,
-        waves=request.waves or 1,
-        held_gradients=held_gradients,
-        extras=extras,
-        compiled=request.processes.compiled,
-        cuda=request.processes.cuda,
-        mlp_chunk_tokens=request.mlp_chunk_tokens or 0,
-    )
-
-
-def _weight_bytes(model: ModelLayout) -> int:
-    return buffer_types(model.precision)[Buffer.WEIGHT].bytes
-
-
-def _gradient_type(request: PlacementRequest) -> ElementType:
-    return buffer_types(request.model.precision, request.gradient_type)[Buffer.GRADIENT]
 
 
 def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: Extras) -> SchedulePlan:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pipeline.footprint import GIB, TIER_NAMES, Place
-from pipeline.placement_search import MemoryBudget, Placement, PlacementRequest, Shortage, solve
+from pipeline.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
+from pipeline.placement_search import solve
 from tiers.quantities import shown_bytes
 
 
