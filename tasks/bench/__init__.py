@@ -1,1 +1,1 @@
-"""Measurements of this machine with the real parts: `python -m tasks.bench roof|step|tier|optimizer`."""
+"""Measurements of this machine with the real parts: `python -m tasks.bench --help`."""

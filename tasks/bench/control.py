@@ -1,7 +1,8 @@
 """What it costs that a step is a graph of Ray calls: time in which no lane works, and the same graph without Ray.
 
 Steps of the actors and steps of the same parts in this process, without Ray and one operation after another, turn
-about. A step of the actors also overlaps its updates with the next forward, so it may be the shorter one.
+about. A step of the actors also overlaps its updates with the next forward, so it may be the shorter one. Both compute
+with one thread: two that wait for one another would measure what else the machine does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -68,6 +69,7 @@ def measure_control(preparation: Preparation, *, steps: int, rounds: int, say: C
     if preparation.cuda:
         raise ValueError("bench control runs the graph in two processes; give train.device = cpu, and a small model")
     schedule = preparation.placement.schedule
+    preparation = replace(preparation, compute=replace(preparation.compute, threads=1))
     idle_s: list[float] = []
     actors_s: list[float] = []
     inline_s: list[float] = []
