@@ -21,7 +21,7 @@ class Stalls:
     load: float = 0.0
     """For weights to come from NVMe."""
     stage: float = 0.0
-    """For weights to come to the device."""
+    """For weights, or gradient sums of the wave before, to come to the device."""
     update: float = 0.0
     """For the optimizer to finish the layer that comes next."""
     control: float = 0.0
@@ -57,7 +57,7 @@ def _split(spans: list[LaneSpan], late: LaneSpan, idle_from: float) -> list[tupl
     parts: list[tuple[str, float]] = []
     until = late.start_s
     for cause, names, lane in (
-        ("stage", {"stage"}, Lane.H2D),
+        ("stage", {"stage", "fetch_sum"}, Lane.H2D),
         ("load", {"load_weights"}, Lane.NVME_READ),
         ("update", {"update"}, Lane.UPDATE),
     ):

@@ -132,7 +132,7 @@ function logTicks(low, high) {
   return found;
 }
 
-const KINDS = {forward: 0, head: 6, evaluate: 6, backward: 4, stage: 2, restage: 2, lend_state: 2, offload: 3, return_state: 3, update: 1, update_on_device: 1, load_weights: 2, load_state: 2, store_state: 3, snapshot: 5};
+const KINDS = {forward: 0, recompute: 0, head: 6, evaluate: 6, backward: 4, stage: 2, restage: 2, lend_state: 2, fetch_sum: 2, offload: 3, store_sum: 3, return_state: 3, update: 1, update_on_device: 1, load_weights: 2, load_state: 2, store_state: 3, snapshot: 5};
 const ROW = 18;
 
 function drawLanes(element, step, zoom) {

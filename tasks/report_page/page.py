@@ -134,7 +134,7 @@ def _legend(keys: list[tuple[str, str]]) -> str:
 
 
 _OPERATIONS = [
-    ("forward", "f0"),
+    ("forward, recompute", "f0"),
     ("head, evaluate", "f6"),
     ("backward", "f4"),
     ("stage, load", "f2"),

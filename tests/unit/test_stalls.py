@@ -42,6 +42,16 @@ def test_another_layers_transfer_is_not_blamed() -> None:
     assert stalls.control == pytest.approx(1.0)
 
 
+def test_sums_that_a_wave_waits_for_count_as_staging_and_a_recompute_as_work() -> None:
+    spans = [
+        span("recompute[2]", Lane.COMPUTE, 0.0, 1.0),
+        span("fetch_sum[3]", Lane.H2D, 0.5, 2.0),
+        span("backward[3]", Lane.COMPUTE, 2.0, 3.0),
+    ]
+    stalls = stalls_of(spans, 0.0, 3.0)
+    assert stalls.stage == pytest.approx(1.0) and stalls.control == pytest.approx(0.0)
+
+
 def test_weights_that_came_late_from_the_drive_are_a_load_stall() -> None:
     spans = [
         span("forward[1]", Lane.COMPUTE, 0.0, 1.0),
