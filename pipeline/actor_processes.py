@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from pipeline.errors import ActorLostError
+from tiers.arena_users import ArenaIdentity
 from tiers.quantities import shown_bytes, shown_duration
 
 
@@ -39,14 +41,28 @@ class ActorProcesses:
             pids: Process of each actor, by the actor's name.
 
         Raises:
-            ProcessLookupError, psutil.NoSuchProcess: One is gone already.
+            ActorLostError: One is gone already.
         """
         self._driver = psutil.Process()
         self._watched: dict[str, _Watched] = {}
+        self._raylet: _Watched | None = None
         for name, pid in pids.items():
-            self._watched[name] = _Watched(pid, os.pidfd_open(pid), psutil.Process(pid))
+            try:
+                self._watch(name, pid)
+            except (ProcessLookupError, psutil.Error) as error:
+                self.close()
+                raise ActorLostError(f"the actor {name} died while the actors were starting") from error
         self.private_bytes()
         self._raylet = self._watched_raylet()
+
+    @classmethod
+    def with_arena(cls, arena: ArenaIdentity) -> ActorProcesses:
+        """Watch whoever has an arena mapped, also actors whose construction is at work."""
+        found = cls({})
+        for pid in arena.users():
+            with suppress(OSError, psutil.Error):  # ended meanwhile
+                found._watch(f"process {pid}", pid)
+        return found
 
     def dead(self) -> tuple[str, ...]:
         """Names of the actors whose processes have ended."""
@@ -124,11 +140,16 @@ class ActorProcesses:
         self._watched.clear()
         self._raylet = None
 
+    def _watch(self, name: str, pid: int) -> None:
+        process = psutil.Process(pid)
+        self._watched[name] = _Watched(pid, os.pidfd_open(pid), process)
+
     def _watched_raylet(self) -> _Watched | None:
-        parents = {watched.process.ppid() for watched in self._watched.values()}
-        for process in map(psutil.Process, parents):
-            if process.name() == "raylet":
-                return _Watched(process.pid, os.pidfd_open(process.pid), process)
+        for watched in self._watched.values():
+            with suppress(ProcessLookupError, psutil.Error):  # one that has just ended; `dead` tells
+                parent = watched.process.parent()
+                if parent is not None and parent.name() == "raylet":
+                    return _Watched(parent.pid, os.pidfd_open(parent.pid), parent)
         return None
 
 

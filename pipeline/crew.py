@@ -9,41 +9,36 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
+from pipeline.actor_handles import Handle, answers, died, end_actors, options_of, process_number
 from pipeline.actor_processes import ActorProcesses
 from pipeline.compute import ComputeActor, ComputeSettings
+from pipeline.errors import ActorLostError
 from pipeline.families import ModelSpec
 from pipeline.messages import Lane, LaneSpan
 from pipeline.optimizer_pool import OptimizerActor, OptimizerSettings
+from tiers.arena_users import ArenaIdentity
 from tiers.host_memory import require_host_memory
 from tiers.layout import ArenaMap, TierPlan
 from tiers.parameter_tier import ParameterTierActor
 from tiers.prefetcher import PrefetcherActor
+from tiers.quantities import shown_bytes
 from tiers.store_metadata import Compression
 
 logger = logging.getLogger(__name__)
-
-Handle = Any
-"""An actor handle: Ray's typed handles do not carry `.options(name=...)` of a method."""
 
 START_TIMEOUT_S = 600.0
 """Populating and registering 100 GiB takes 35 s on the measured machine; a process start under load takes some more."""
 
 CLOSE_TIMEOUT_S = 30.0
 """For removing NVMe working files."""
-
-KILL_GRACE_S = 10.0
-"""For processes to end as Ray asks them to."""
-
-END_TIMEOUT_S = 60.0
-"""For the kernel to free what a killed actor held: 100 GiB that are registered with a GPU take some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,35 +76,53 @@ class Crew:
         settings: CrewSettings,
         namespace: str,
         progress: Callable[[str], None] = logger.info,
+        *,
+        memory_wait_s: float = 0.0,
     ) -> Crew:
         """Start all actors and wait until the arena is populated and every actor has it mapped.
 
+        If that fails, those that were started have ended when it raises.
+
+        Args:
+            spec: Model.
+            plan: Placement.
+            compute: Of the compute actor.
+            optimizer: Of the optimizers.
+            settings: How many of each there are.
+            namespace: Of the actors' names.
+            progress: Shows a line.
+            memory_wait_s: How long host memory may take to come free: after a death the kernel may still be at it.
+
         Raises:
             HostMemoryError: The arena does not fit; nothing was allocated.
-            RayTaskError: An actor could not start; its cause says why.
+            ActorLostError, RayActorError: An actor died, or could not start: then the error says why.
+            RayLostError: Ray itself did.
         """
         num_bytes = ArenaMap.of(plan).total_bytes
         # Asked here and not left to the actor: Ray reports a constructor's failure as text only.
-        require_host_memory(num_bytes, settings.limit_bytes)
-        progress(f"allocating {num_bytes / 2**30:.2f} GiB of host memory")
-        tier = _actor(ParameterTierActor, "parameter-tier", namespace, threads=1).remote(
+        require_host_memory(num_bytes, settings.limit_bytes, wait_s=memory_wait_s)
+        progress(f"allocating {shown_bytes(num_bytes)} of host memory")
+        tier = options_of(ParameterTierActor, "parameter-tier", namespace, threads=1).remote(
             plan, limit_bytes=settings.limit_bytes
         )
         started: list[Handle] = [tier]
+        arena: ArenaIdentity | None = None
         try:
-            handle = ray.get(tier.handle.remote(), timeout=START_TIMEOUT_S)
-            prefetcher = _actor(PrefetcherActor, "prefetcher", namespace, threads=1).remote(
+            (handle,) = answers([tier.handle.remote()], START_TIMEOUT_S)
+            with suppress(OSError):  # the owner is gone already: whoever needs it says so
+                arena = ArenaIdentity.of(handle.arena)
+            prefetcher = options_of(PrefetcherActor, "prefetcher", namespace, threads=1).remote(
                 handle, nvme_dir=settings.nvme_dir, threads=settings.io_threads, compression=settings.compression
             )
             started.append(prefetcher)
             optimizers = [
-                _actor(OptimizerActor, optimizer_name(part), namespace, threads=1).remote(
+                options_of(OptimizerActor, optimizer_name(part), namespace, threads=1).remote(
                     handle, optimizer, part, settings.optimizer_actors, settings.threads_per_optimizer
                 )
                 for part in range(settings.optimizer_actors)
             ]
             started += optimizers
-            worker = _actor(
+            worker = options_of(
                 ComputeActor, "compute", namespace, threads=compute.threads, gpu=compute.device == "cuda"
             ).remote(spec, handle, compute)
             started.append(worker)
@@ -120,10 +133,16 @@ class Crew:
                 *(f"optimizer-{part}" for part in range(len(optimizers))),
                 "compute",
             ]
-            pids = ray.get([actor.__ray_call__.remote(_pid) for actor in started], timeout=START_TIMEOUT_S)
+            pids = answers([actor.__ray_call__.remote(process_number) for actor in started], START_TIMEOUT_S)
             processes = ActorProcesses(dict(zip(names, pids, strict=True)))
-        except BaseException:
-            _end(started)
+        except BaseException as error:
+            # Who is still starting has told no process number; whoever has the arena is known by it.
+            users = ActorProcesses.with_arena(arena) if arena is not None else ActorProcesses({})
+            # Without the tier the others cannot be constructed: their errors are not the cause.
+            without_tier = isinstance(error, RayActorError) and died(tier)
+            end_actors(started, users)
+            if without_tier:
+                raise ActorLostError("the actor parameter-tier died while the actors were starting") from error
             raise
         return cls(tier, prefetcher, optimizers, worker, processes)
 
@@ -148,44 +167,12 @@ class Crew:
         except RayError:
             # Whatever it is, the actors must not outlive the run.
             logger.warning("the prefetcher was not closed; its NVMe working files are removed at the next start")
-        _end(list(self.actors().values()))
-        if remaining := self.processes.wait_until_ended(KILL_GRACE_S, END_TIMEOUT_S):
-            logger.warning("%s did not end within %.0f s of being killed", ", ".join(remaining), END_TIMEOUT_S)
-        self.processes.close()
+        end_actors(list(self.actors().values()), self.processes)
 
 
 def optimizer_name(part: int) -> str:
     """Of an optimizer actor in the dashboard and in messages."""
     return f"optimizer-{part}"
-
-
-def _actor(kind: Any, name: str, namespace: str, *, threads: int, gpu: bool = False) -> Any:
-    """Options of an actor that is found by `name` in `ray list actors`."""
-    environment = {"OMP_NUM_THREADS": str(threads)}
-    if not gpu:
-        # Ray hides no GPU from an actor that asks for none, and only Compute may touch CUDA.
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    elif "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Activations and lent state take turns in the same memory: blocks of any size must come out of what others
-        # left, and the allocator's usual segments never merge.
-        environment["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    return kind.options(
-        name=name,
-        namespace=namespace,
-        num_cpus=0,
-        num_gpus=1 if gpu else 0,
-        max_restarts=0,
-        runtime_env={"env_vars": environment},
-    )
-
-
-def _pid(actor: object) -> int:
-    return os.getpid()
-
-
-def _end(actors: list[Handle]) -> None:
-    for actor in actors:
-        ray.kill(actor, no_restart=True)
 
 
 def default_optimizer_actors(cores: int | None = None) -> tuple[int, int]:

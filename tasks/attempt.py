@@ -10,6 +10,7 @@ from functools import partial
 
 import ray
 
+from pipeline.actor_handles import END_TIMEOUT_S
 from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
 from pipeline.errors import ActorLostError, RayLostError
@@ -67,8 +68,17 @@ def attempt(
         # Last of all, when no actor writes to it any more.
         held.callback(checkpoints.abandon)
         try:
-            crew = held.enter_context(Crew.start(preparation.spec, placement.tier, *settings, namespace, say))
-        except ray.exceptions.RayActorError as error:
+            crew = held.enter_context(
+                Crew.start(
+                    preparation.spec,
+                    placement.tier,
+                    *settings,
+                    namespace,
+                    say,
+                    memory_wait_s=END_TIMEOUT_S if number else 0.0,
+                )
+            )
+        except (ray.exceptions.RayActorError, ActorLostError) as error:
             if is_death(error):
                 raise ActorLostError(loss_at_start(error)) from error
             raise

@@ -63,6 +63,8 @@ def ray_loss() -> str:
 
 def loss_at_start(error: BaseException) -> str:
     """Likewise of a death before the crew is complete, told from Ray's text alone."""
+    if isinstance(error, ActorLostError):
+        return f"{error}. {_memory()}"
     name = re.search(r"^\s*(?:name|class_name): (.+)$", str(error), re.MULTILINE)
     who = f"the actor {name.group(1)}" if name else "an actor"
     return f"{who} died while the actors were starting. {_circumstances(error)}"

@@ -36,6 +36,9 @@ MADV_POPULATE_WRITE = 23
 POPULATE_CHUNK_BYTES = 256 * 2**20
 """Work of one call: 4 GiB/s a thread makes it 60 ms, so progress is smooth and the calls are few."""
 
+ARENA_NAME = "megatrain-arena"
+"""Of the shared memory, as /proc shows it."""
+
 ByteArray = npt.NDArray[np.uint8]
 Progress = Callable[[int, int], None]
 """Called with (bytes populated, bytes in all) from the thread that creates the arena."""
@@ -97,7 +100,7 @@ class Arena:
         """
         num_bytes = round_up(max(num_bytes, 1), PAGE_BYTES)
         require_host_memory(num_bytes, limit_bytes)
-        file_descriptor = os.memfd_create("megatrain-arena", os.MFD_CLOEXEC)
+        file_descriptor = os.memfd_create(ARENA_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(file_descriptor, num_bytes)
             arena = cls(file_descriptor, num_bytes, owned=True)
@@ -130,7 +133,7 @@ class Arena:
             raise TierError(f"{attempt}: permission denied; run all actors as the same user") from error
         size, target = os.fstat(file_descriptor).st_size, Path(f"/proc/self/fd/{file_descriptor}").readlink()
         # A process that came later may have been given the number of an owner that is gone.
-        if size != handle.num_bytes or "memfd:megatrain-arena" not in str(target):
+        if size != handle.num_bytes or f"memfd:{ARENA_NAME}" not in str(target):
             os.close(file_descriptor)
             raise TierError(
                 f"{attempt}: expected {handle.num_bytes} bytes of shared memory, found {target} of {size} bytes"

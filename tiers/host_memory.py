@@ -5,6 +5,7 @@ Called before anything large is allocated, so that shortage is a message and nev
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,9 @@ GIB = 2**30
 
 RESERVE_BYTES = GIB
 """Left to the rest of the machine, but never more than a sixteenth of what is available (small containers)."""
+
+POLL_S = 0.1
+"""Between two looks at memory that is coming free, some 10 GiB a second."""
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -59,13 +63,19 @@ def shared_memory_has_huge_pages(setting: Path = SHMEM_HUGE_PAGES) -> bool:
 
 
 def require_host_memory(
-    num_bytes: int, limit_bytes: int | None = None, *, proc: Path = PROC, cgroups: Path = CGROUPS
+    num_bytes: int,
+    limit_bytes: int | None = None,
+    *,
+    wait_s: float = 0.0,
+    proc: Path = PROC,
+    cgroups: Path = CGROUPS,
 ) -> None:
     """Refuse an arena of `num_bytes` that this machine, its control groups or the recipe have no room for.
 
     Args:
         num_bytes: Bytes that are about to be allocated.
         limit_bytes: The recipe's `[memory] ram_gib` in bytes, None where it sets no limit.
+        wait_s: How long to wait for what ending processes still hold.
         proc: Root of procfs.
         cgroups: Root of the mounted control groups.
 
@@ -78,9 +88,15 @@ def require_host_memory(
             f"the arena needs {shown_bytes(num_bytes)} of host memory, [memory] ram_gib allows "
             f"{shown_bytes(limit_bytes)}; raise ram_gib, {advice}"
         )
-    available, limit = host_headroom(proc, cgroups)
-    reserve = min(RESERVE_BYTES, max(available, 0) // 16)
-    if num_bytes > available - reserve:
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        available, limit = host_headroom(proc, cgroups)
+        reserve = min(RESERVE_BYTES, max(available, 0) // 16)
+        if num_bytes <= available - reserve:
+            return
+        if time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+            continue
         raise HostMemoryError(
             f"the arena needs {shown_bytes(num_bytes)} of host memory, {shown_bytes(available)} are available "
             f"({shown_bytes(reserve)} of them reserved) by {limit}; lower [memory] ram_gib, free memory or raise that "

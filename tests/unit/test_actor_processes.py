@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.actor_processes import ActorProcesses
+from pipeline.errors import ActorLostError
 
 
 @pytest.fixture
@@ -56,4 +57,16 @@ def test_watching_leaves_no_descriptor(sleepers: tuple[subprocess.Popen[bytes], 
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the directory itself takes one
     processes = ActorProcesses({"compute": sleepers[0].pid})
     processes.close()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_one_that_is_gone_already_is_named_and_the_others_are_let_go(
+    sleepers: tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]],
+) -> None:
+    first, second = sleepers
+    second.kill()
+    second.wait()
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with pytest.raises(ActorLostError, match="the actor prefetcher died while the actors were starting"):
+        ActorProcesses({"compute": first.pid, "prefetcher": second.pid})
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
