@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 from pipeline.device_extras import NO_EXTRAS, Extras, choose_extras
@@ -17,7 +17,8 @@ from tiers.layout import LayerHome, LayerKind, ModelLayout
 def spilled_boundaries(request: PlacementRequest, gpu_bytes: int) -> int:
     """How many kept inputs of decoder layers spill to pinned RAM: the fewest that fit, all where none do."""
     count = LayerGroups(decoders(request.model), request.boundary_every or 1).count
-    return next((n for n in range(count) if total(device_account(request, n, 0)) <= gpu_bytes), count)
+    # Bytes never grow with the number that spills.
+    return bisect_left(range(count), True, key=lambda spilled: total(device_account(request, spilled, 0)) <= gpu_bytes)
 
 
 def decoders(model: ModelLayout) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import lru_cache
 from operator import itemgetter
 
 from pipeline.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
@@ -22,7 +23,16 @@ from pipeline.host_footprint import arena_terms, process_terms
 from pipeline.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
 from pipeline.schedule import SchedulePlan
 from pipeline.spill_bytes import all_spill_bytes
-from tiers.layout import ArenaMap, Buffer, LayerHome, TierPlan, buffer_types, state_buffers
+from tiers.layout import (
+    ArenaMap,
+    Buffer,
+    ElementType,
+    LayerHome,
+    ModelLayout,
+    TierPlan,
+    buffer_types,
+    state_buffers,
+)
 from tiers.scratch import scratch_bytes
 
 
@@ -95,14 +105,13 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
     most_held = room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip and waves == 1 else 0
 
     def tier_of(spill: Spill, held: int) -> TierPlan:
-        placed = homes(request.model, clip=clip, device_gradients=held, **asdict(spill))
-        return TierPlan(request.model, placed, request.outgoing_type, pinned_bytes, gradient_sums=waves > 1)
+        return _tier(request.model, spill, clip, held, request.outgoing_type, pinned_bytes, waves > 1)
 
     def ways() -> Iterator[tuple[Spill, int, int, int]]:
         """What is on NVMe, layers whose gradients wait on the device, bytes of the arena and of the drive."""
         all_in_ram = 0
         for held in range(most_held + 1):
-            all_in_ram = ArenaMap.of(tier_of(Spill(), held)).total_bytes
+            all_in_ram = _arena_in_ram(request.model, clip, held, request.outgoing_type, pinned_bytes, waves > 1)
             yield Spill(), held, all_in_ram, 0
         for each in all_spill_bytes(request.model, request.staging_slots) if budget.nvme_bytes > 0 else ():
             yield each.spill, most_held, all_in_ram - each.saved_bytes, each.nvme_bytes
@@ -124,6 +133,27 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
     assert least is not None
     needed, spill, held = least
     return Shortage(Place.RAM, needed, arena_terms(tier_of(spill, held)))
+
+
+def _tier(
+    model: ModelLayout,
+    spill: Spill,
+    clip: bool,
+    held: int,
+    gradient_type: ElementType,
+    pinned_bytes: int,
+    gradient_sums: bool,
+) -> TierPlan:
+    placed = homes(model, clip=clip, device_gradients=held, **asdict(spill))
+    return TierPlan(model, placed, gradient_type, pinned_bytes, gradient_sums)
+
+
+@lru_cache(maxsize=1024)
+def _arena_in_ram(
+    model: ModelLayout, clip: bool, held: int, gradient_type: ElementType, pinned_bytes: int, gradient_sums: bool
+) -> int:
+    """Bytes of the arena with nothing on NVMe. Searches for what would fit ask again and again."""
+    return ArenaMap.of(_tier(model, Spill(), clip, held, gradient_type, pinned_bytes, gradient_sums)).total_bytes
 
 
 def _placement(request: PlacementRequest, budget: MemoryBudget, tier: TierPlan, spilled: int, held: int) -> Placement:

@@ -90,9 +90,11 @@ def _trials(
 
 def _least_ram(request: PlacementRequest, budget: MemoryBudget) -> int:
     """The least arena with which the drive, if there is one, suffices; more than any machine has where none does."""
-    low, high = budget.ram_bytes, 2**60
-    if not isinstance(solve(request, replace(budget, ram_bytes=high)), Placement):
-        return high
+    low, unlimited = budget.ram_bytes, 2**60
+    fit = solve(request, replace(budget, ram_bytes=unlimited))
+    if not isinstance(fit, Placement):
+        return unlimited
+    high = fit.arena_bytes
     while high - low > GIB // 16:
         middle = (low + high) // 2
         if isinstance(solve(request, replace(budget, ram_bytes=middle)), Placement):
