@@ -53,6 +53,10 @@ class JsonLines:
             self.last_step = row["step"]
             self._num_bytes += len(line)
 
+    def sync(self) -> None:
+        """Make the rows so far outlive a crash of the machine."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

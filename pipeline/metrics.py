@@ -89,6 +89,10 @@ class MetricsWriter:
         row["stall_s"] = {cause: value if math.isfinite(value) else None for cause, value in row["stall_s"].items()}
         self._lines.append(row)
 
+    def sync(self) -> None:
+        """Make the rows so far outlive a crash of the machine."""
+        self._lines.sync()
+
     def close(self) -> None:
         """Close the file."""
         self._lines.close()
@@ -108,6 +112,10 @@ class EvaluationWriter:
     def write(self, step: int, loss: float, supervised_tokens: int) -> None:
         """Append the loss on held-out data after `step`."""
         self._lines.append(finite({"step": step, "loss": loss, "supervised_tokens": supervised_tokens}))
+
+    def sync(self) -> None:
+        """Make the rows so far outlive a crash of the machine."""
+        self._lines.sync()
 
     def close(self) -> None:
         """Close the file."""

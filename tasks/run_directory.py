@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tasks.memory_account import FILE_NAME, MemoryAccount
-from tiers.durable_files import FILE_MODE, make_directory, replace_file
+from tiers.durable_files import FILE_MODE, make_directory, replace_file, sync_directory
 
 LOCK_NAME = "run.lock"
 
@@ -57,6 +57,9 @@ class RunDirectory:
         """The run begins: write its recipe and where its bytes live; from now on the directory stays."""
         replace_file(self._path / "recipe.toml", recipe_toml.encode())
         replace_file(self._path / FILE_NAME, account.as_json().encode())
+        for created in self._created:
+            # Checkpoints are worth nothing after a crash that forgets the directory above them.
+            sync_directory(created.parent)
         self._created = ()
 
     def __exit__(

@@ -125,6 +125,11 @@ class RunLog:
         self._console.evaluation(step, loss, supervised_tokens)
         self._ended_s = time.monotonic()
 
+    def sync(self) -> None:
+        """Make the rows so far outlive a crash of the machine; the spans may go, nobody counts them."""
+        self._metrics.sync()
+        self._evaluations.sync()
+
     def __enter__(self) -> RunLog:
         return self
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 
 from pipeline.coordinator import Coordinator, SubmittedStep
 from pipeline.errors import NonFiniteError
@@ -63,6 +64,7 @@ class Training:
     vigil: Vigil
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _skipped_in_a_row: int = 0
+    _owes_evaluation: bool = False
 
     def run(self) -> Ending:
         """Train to the end, or until a stop is requested.
@@ -86,9 +88,10 @@ class Training:
                 self._finish(self._in_flight.popleft())
             else:
                 break
+        self.log.sync()
         with self.vigil.over("last checkpoint"):
             self.checkpoints.write_now(self.coordinator, self.progress)
-        return Ending.TRAINED if self.progress.step >= steps else Ending.STOPPED
+        return Ending.STOPPED if self.progress.step < steps or self._owes_evaluation else Ending.TRAINED
 
     def _submit(self, step: int) -> None:
         with self.vigil.over("data"):
@@ -113,6 +116,9 @@ class Training:
             applied = result is not None and result.control.applied
             self.progress = self.progress.after(oldest.step, oldest.batch.position_after, applied=applied)
             self.log.step(self.progress, oldest.batch, oldest.submitted, result)
+        if self.checkpoints.due(oldest.step):
+            # Before it is published: a run that goes on from it must find the rows that lead there.
+            self.log.sync()
         if result is not None:
             self._stop_if_not_finite(oldest.step, result)
         self.checkpoints.reached(self.progress)
@@ -165,6 +171,10 @@ class Training:
         if self.held_out is None or not self.recipe.eval.every_steps:
             return
         with self.vigil.over("evaluation"):
-            total = self.coordinator.evaluate(self.held_out())
+            # A stop may not wait for the rest of a long one: the run that goes on owes it still.
+            total = self.coordinator.evaluate(takewhile(lambda _: not self.stop_requested(), self.held_out()))
+        if self.stop_requested():
+            self._owes_evaluation = True
+            return
         loss = total.loss_sum / total.supervised_tokens if total.supervised_tokens else math.nan
         self.log.evaluation(self.progress.step, loss, total.supervised_tokens)

@@ -47,13 +47,15 @@ def new_directory(path: Path) -> Iterator[Path]:
     Yields:
         The directory to fill; its files are the caller's to sync. An exception inside removes it.
     """
+    missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", suffix=".partial", dir=path.parent))
     try:
         yield partial
         sync_directory(partial)
         partial.rename(path)
-        sync_directory(path.parent)
+        for changed in (path.parent, *(made.parent for made in missing)):
+            sync_directory(changed)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from pipeline.messages import IGNORED
 from tasks.data.rows import Int64Array, TokenBlock
 from tasks.data.settings import DataError
-from tiers.durable_files import FILE_MODE
+from tiers.durable_files import FILE_MODE, sync_directory
 
 FORMAT_VERSION = 2
 """2: the header has a checksum of the labels, and tells bytes from other tokens."""
@@ -248,7 +248,9 @@ class CacheWriter:
             os.fsync(text.fileno())
         # What stands there is of an older format or damaged: `open_cache` has refused it.
         shutil.rmtree(self._directory, ignore_errors=True)
+        sync_directory(self._partial)
         self._partial.rename(self._directory)
+        sync_directory(self._directory.parent)
 
 
 def _remove_abandoned(directory: Path) -> None:

@@ -1,7 +1,8 @@
-"""Runs `tasks.train` as a user does and kills its processes at chosen moments, from outside, without hooks in it.
+"""Runs `tasks.train` as a user does and kills its processes at chosen moments.
 
-Ray shows the call at work as the title of an actor's process (`ray::forward[3]`), and the actor's class between calls
-(`ray::Compute`): reading /proc finds a process at an operation within a fraction of a millisecond.
+From outside, without anything in the run: Ray shows the call at work as the title of an actor's process
+(`ray::forward[3]`), and the actor's class between calls (`ray::Compute`), so that reading /proc finds a process at an
+operation within a fraction of a millisecond. From inside, at exact points: `support.traps`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
+from support.chosen_homes import HOMES, Homes
+from support.durability import ROOT
 from support.small_recipe import SMALL_MODEL
+from support.traps import ACTORS, INSIDE, POWER, RUN_DIR, Trap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GIVE_UP_S = 240.0
@@ -62,6 +66,8 @@ class Run:
     run_dir: Path
     log: Path
     process: subprocess.Popen[bytes]
+    inside: Path | None = None
+    """Folder of its traps."""
 
     def step(self) -> int:
         """Last finished step."""
@@ -85,7 +91,7 @@ class Run:
             found = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        return [worker for worker in found if _title(worker.pid).startswith("ray::")]
+        return [worker for worker in found if title(worker.pid).startswith("ray::")]
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Look until `condition` holds; the run must not end before."""
@@ -112,7 +118,7 @@ class Run:
             workers = self.workers()
             while time.monotonic() < until:
                 for worker in workers:
-                    seen = _title(worker.pid)
+                    seen = title(worker.pid)
                     if seen.startswith(title):
                         os.kill(self._actor(victim) if victim else worker.pid, signal.SIGKILL)
                         return True
@@ -122,34 +128,101 @@ class Run:
         self.wait_for(caught, f"{title} after step {step}")
         return seen
 
+    def spring(self, trap: Trap) -> None:
+        """Set a trap and wait until it has killed; the whole run goes at once where its victim is POWER.
+
+        A trap in what only new actors do makes the run lose one first.
+        """
+        assert self.inside is not None
+        folder = self.inside
+        trap.arm(folder, self.process.pid)
+        if trap.point == "restore" or trap.point.startswith("start "):
+            self.wait_for(lambda: self.said(": done in ") > 0, "filled actors")
+            os.kill(int((folder / f"{ACTORS['compute']}.pid").read_text()), signal.SIGKILL)
+        deadline = time.monotonic() + GIVE_UP_S
+        while not Trap.sprung(folder):
+            assert self.process.poll() is None, f"ended before {trap}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"{trap} was not sprung within {GIVE_UP_S:.0f} s:\n{self.output()}"
+            time.sleep(0.002)
+        if trap.victim == POWER:
+            self.lose_power()
+
+    def survive(self, trap: Trap) -> None:
+        """Set a trap for an actor and wait until others are in its and everyone's place."""
+        told = f"^the actor ({trap.victim}|{ACTORS[trap.victim]}) died"
+        named, recovered = self.said(told), self.said("^recovery ")
+        only_at_start = trap.point == "restore" or trap.point.startswith("start ")
+        self.spring(trap)
+        filled = self.said(": done in ")
+        self.wait_for(lambda: self.said(told) > named, f"news of {trap}")
+        self.wait_for(lambda: self.said("^recovery ") == recovered + 1 + only_at_start, f"recovery from {trap}")
+        self.wait_for(lambda: self.said(": done in ") > filled, f"new actors after {trap}")
+
+    def lose_power(self) -> None:
+        """End every process of the run at one moment."""
+        driver = psutil.Process(self.process.pid)
+        processes = [driver, *driver.children(recursive=True)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+        self.process.wait()
+
     def finish(self) -> int:
         """Wait for the end; return the exit status."""
         return self.process.wait(GIVE_UP_S)
 
     def _actor(self, class_name: str) -> int:
-        return next(worker.pid for worker in self.workers() if _title(worker.pid).startswith(f"ray::{class_name}"))
+        return next(worker.pid for worker in self.workers() if title(worker.pid).startswith(f"ray::{class_name}"))
 
 
 @contextmanager
-def running(recipe: Path, run_dir: Path, *options: str, log: Path | None = None) -> Iterator[Run]:
-    """Start a run; whatever is left of it at exit is killed."""
+def running(
+    recipe: Path,
+    run_dir: Path,
+    *options: str,
+    log: Path | None = None,
+    inside: Path | None = None,
+    homes: Homes | None = None,
+    durable: Path | None = None,
+) -> Iterator[Run]:
+    """Start a run; whatever is left of it at exit is killed.
+
+    Args:
+        recipe: Of the run.
+        run_dir: Its directory.
+        options: `section.key=value`.
+        log: Receives what it says; default: beside the run directory.
+        inside: Folder for traps, which makes them work.
+        homes: Where layers live, instead of where they fit.
+        durable: Directory of which fsyncs are journalled in `inside`.
+    """
     log = log or run_dir.with_suffix(".log")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "tasks.train", str(recipe), "--set", f"run.dir={run_dir}"]
+    if inside is not None or homes is not None:
+        environment["PYTHONPATH"] += f"{os.pathsep}{REPOSITORY / 'tests'}"
+    if inside is not None:
+        inside.mkdir(exist_ok=True)
+        environment["PYTHONPATH"] += f"{os.pathsep}{REPOSITORY / 'tests' / 'support' / 'inside'}"
+        environment |= {INSIDE: str(inside), RUN_DIR: str(run_dir)}
+    if homes is not None:
+        command[2] = "support.placed_train"
+        environment |= {HOMES: json.dumps(asdict(homes))}
+    if durable is not None:
+        environment |= {ROOT: str(durable)}
     for option in options:
         command += ["--set", option]
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=environment, start_new_session=True
         )
+    run = Run(recipe, run_dir, log, process, inside)
     try:
-        yield Run(recipe, run_dir, log, process)
+        yield run
     finally:
         if process.poll() is None:
-            children = psutil.Process(process.pid).children(recursive=True)
-            for child in (*children, process):
-                child.kill()
-            process.wait()
+            run.lose_power()
 
 
 def shards(checkpoint: Path) -> dict[str, bytes]:
@@ -165,12 +238,23 @@ def assert_same_state(found: Path, wanted: Path) -> None:
     assert not differing, f"{found}: {len(differing)} of {len(right)} shards differ from {wanted}: {differing[:4]}"
 
 
+def assert_same_run(run_dir: Path, undisturbed: Path, steps: int = STEPS) -> None:
+    """The same weights and moments, and the same history: no step twice, none missing."""
+    last = f"checkpoints/step-{steps:06}"
+    assert_same_state(run_dir / last, undisturbed / last)
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        found = [(row["step"], row["loss"]) for row in rows(run_dir, name)]
+        assert found == [(row["step"], row["loss"]) for row in rows(undisturbed, name)]
+    assert not list((run_dir / "checkpoints").glob("*.partial"))
+
+
 def rows(run_dir: Path, name: str = "metrics.jsonl") -> Sequence[dict[str, object]]:
     """Rows of a run's file."""
     return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
 
-def _title(pid: int) -> str:
+def title(pid: int) -> str:
+    """First word of a process's command line, which Ray rewrites in its workers."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
     except OSError:
