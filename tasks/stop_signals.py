@@ -13,7 +13,7 @@ INTERRUPTED = 130
 
 
 class StopSignals:
-    """Handles the signals while entered; enter it after `ray.init`, whose handlers would end the process."""
+    """Handles the signals while entered; enter it after `ray.init`, which sets a handler of its own."""
 
     def __init__(self) -> None:
         self._requested = False

@@ -7,8 +7,9 @@ A lost actor is replaced and the run goes on from its newest checkpoint, `run.ma
 
 Exit status: 0 trained; 1 the run failed; 2 the recipe, model, data or machine was refused and nothing was changed;
 3 stopped by SIGTERM (`ray job stop`) or SIGINT after a checkpoint of the last finished step, to be gone on with; 130
-ended at once by a second such signal. Ray ends a job that is still saving when the grace period of the head is over
-(RAY_JOB_STOP_WAIT_TIME_S, which `cluster.head up` raises): the checkpoint before is whole.
+ended at once by a second such signal; 130 or 143 ended by SIGINT or SIGTERM before any step, with nothing changed. Ray
+ends a job that is still saving when the grace period of the head is over (RAY_JOB_STOP_WAIT_TIME_S, which
+`cluster.head up` raises): the checkpoint before is whole.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pipeline.placement import summary
 from pipeline.recipe import load_recipe, recipe_toml
 from tasks.attempt import Launch
 from tasks.failure import explain
+from tasks.interruption import end_at_signals
 from tasks.memory_account import MemoryAccount
 from tasks.preparation import Preparation, open_data, prepare
 from tasks.recovery import run_with_recoveries
@@ -69,12 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as held:
         try:
             launch = _vet(options, held)
-        except (ValueError, TierError, PipelineError, ClusterRefusedError, OSError) as error:
-            print(f"train: refused: {error}", file=sys.stderr, flush=True)
-            return REFUSED
+        except (ValueError, TierError, PipelineError, OSError) as error:
+            return _refused(error)
         if options.dry_run:
             return TRAINED
         return _train(launch, options.address)
+
+
+def _refused(error: Exception) -> int:
+    print(f"train: refused: {error}", file=sys.stderr, flush=True)
+    return REFUSED
 
 
 def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
@@ -133,15 +139,17 @@ def _train(launch: Launch, address: str | None) -> int:
     try:
         preparation = launch.preparation
         account = MemoryAccount.of(preparation.spec.model_type, preparation.placement)
-        launch.directory.keep(recipe_toml(preparation.recipe), account)
         with connect(address, num_gpus=1 if preparation.cuda else 0) as connection:
+            end_at_signals()  # again, instead of Ray's own
             if connection.dashboard_url:
                 say(f"dashboard: {connection.dashboard_url}")
             if preparation.cuda:
                 require_resources({"GPU": 1}, RESOURCE_TIMEOUT_S)
-            # After Ray's own handlers, which would end the process at once.
             with StopSignals() as signals:
+                launch.directory.keep(recipe_toml(preparation.recipe), account)
                 ending = run_with_recoveries(launch, signals, say)
+    except ClusterRefusedError as error:
+        return _refused(error)
     except (RayError, PipelineError, TierError, ClusterError, OSError) as error:
         print(f"train: failed: {explain(error)}", file=sys.stderr, flush=True)
         return FAILED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from cluster.environment import client_environment
 from cluster.state import StateDirectory
 from support.small_recipe import SMALL_MODEL
+from tiers.checkpoint import newest_complete
 from tiers.manifest import read_manifest, verify
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -57,6 +59,8 @@ class Seen:
     tasks: list[str]
     rows_of_updates: set[str]
     """Rows of `cluster.timeline` that hold update[3]."""
+    job: str
+    """As Ray names it."""
 
     def times(self, *operations: str) -> list[tuple[float, float]]:
         """Begin and end of operations, whatever their layer."""
@@ -117,7 +121,9 @@ def seen(head: Head) -> Seen:
     state = StateDirectory(head.root / "state").load()
     assert state is not None
     recipe = head.recipe("observed")
-    head.run("-m", "cluster.submit", "--no-wait", "--", "python", "-m", "tasks.train", str(recipe))
+    submitted = head.run("-m", "cluster.submit", "--no-wait", "--", "python", "-m", "tasks.train", str(recipe))
+    job = re.search(r"raysubmit_\w+", submitted)
+    assert job is not None, submitted
     client = client_environment(
         head.environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
     )
@@ -127,7 +133,7 @@ def seen(head: Head) -> Seen:
     head.run("-m", "cluster.timeline", "--out", str(head.root / "timeline.json"))
     events = json.loads((head.root / "timeline.json").read_text())
     rows = {event["tid"].split(" (")[0] for event in events if event["name"] == "update[3]"}
-    return Seen(**answer, rows_of_updates=rows)
+    return Seen(**answer, rows_of_updates=rows, job=job[0])
 
 
 def test_a_job_ends_with_the_bits_of_an_embedded_run(head: Head) -> None:
@@ -163,3 +169,22 @@ def test_updates_run_beside_forward_and_backward(seen: Seen) -> None:
     updates, passes = seen.times("update"), seen.times("forward", "backward")
     beside = sum(any(start < end_of and start_of < end for start_of, end_of in passes) for start, end in updates)
     assert beside > len(updates) // 4, f"{beside} of {len(updates)} updates overlap a pass of a layer"
+
+
+def test_a_stopped_job_has_finished_its_step_and_saved(head: Head, seen: Seen) -> None:
+    """The last of these tests: it ends the job that the others look at."""
+    state = StateDirectory(head.root / "state").load()
+    assert state is not None
+    client = client_environment(
+        head.environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
+    )
+    said = head.run(str(Path(sys.executable).parent / "ray"), "job", "stop", seen.job, **client)
+    log = head.run(str(Path(sys.executable).parent / "ray"), "job", "logs", seen.job, **client)
+    assert "was stopped" in said, said
+    assert "SIGTERM: finishing the step and saving" in log and "Traceback" not in log
+    run_dir = head.root / "observed"
+    newest, skipped = newest_complete(run_dir)
+    assert newest is not None and not skipped and verify(newest, deep=True) == []
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert newest.name == f"step-{last['step']:06}"
+    assert f"stopped after step {last['step']}; the same command goes on from its checkpoint" in log

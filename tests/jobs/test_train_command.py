@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,10 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(trained: Path, tm
 def test_interrupted_and_resumed_in_another_placement_equals_uninterrupted(
     trained: Path, place: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """B62, B110, B116, B122: stopped in the middle of an epoch, resumed with state and weights on NVMe."""
+    """B62, B110, B116, B122: stopped in the middle of an epoch, resumed with state and weights on NVMe.
+
+    Ctrl+C in a terminal reaches Ray's processes too.
+    """
     run_dir, nvme = trained.with_name("interrupted"), place / "nvme"
     nvme.mkdir()
     with running(place / "recipe.toml", run_dir) as run:
@@ -140,9 +144,10 @@ def test_interrupted_and_resumed_in_another_placement_equals_uninterrupted(
         run.process.send_signal(signal.SIGSTOP)  # it holds its directory and gets no further
         assert command(f"run.dir={run_dir}") == train.REFUSED
         assert "in use" in (refusal := capsys.readouterr().err) and str(run.process.pid) in refusal
-        run.process.send_signal(signal.SIGTERM)
+        os.killpg(run.process.pid, signal.SIGINT)
         run.process.send_signal(signal.SIGCONT)
         assert run.finish() == train.STOPPED, run.output()
+        assert run.said("^SIGINT: finishing the step and saving") == 1 and "Traceback" not in run.output()
     (checkpoint,) = (run_dir / "checkpoints").iterdir()
     facts = read_manifest(checkpoint).facts
     assert 3 <= facts.step < STEPS and facts.applied_steps == facts.step
@@ -270,6 +275,24 @@ def test_what_cannot_be_trained_is_refused_and_leaves_nothing(
     assert all(part in message for part in said), message
     assert not (place / "refused").exists()
     assert sorted(path for path in place.rglob("*") if path.is_file()) == before
+
+
+def test_a_cluster_that_cannot_be_had_is_a_refusal_too_and_leaves_nothing(
+    command: Command,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """It shows only when all the rest has been vetted."""
+    too_deep = tmp_path / ("deep" * 25)
+    too_deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(too_deep))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert command("run.dir=refused/deep/run") == train.REFUSED
+    message = capsys.readouterr().err
+    assert message.startswith("train: refused: ") and str(too_deep) in message
+    assert not (place / "refused").exists()
 
 
 def test_a_bad_model_directory_is_refused(
