@@ -24,7 +24,8 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Kills processes of real runs for ten minutes, and tries twenty times as many damaged inputs.
+# Kills every process of real runs at every operation of a step and file of a checkpoint, cuts their power, kills at
+# random for ten minutes, and tries twenty times as many damaged inputs. About an hour and a quarter.
 soak: $(INSTALLED)
 	MEGATRAIN_SOAK=1 $(BIN)/python -m pytest tests/faults -s
 
