@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -61,10 +60,9 @@ def test_resumed_batches_equal_uninterrupted_ones(dataset: PackedDataset) -> Non
 
 
 def test_far_position_costs_no_more_than_the_first(dataset: PackedDataset) -> None:
-    start_s = time.monotonic()
-    (step,) = steps(dataset, 1, DataPosition(10_000_000, 9))
-    assert step.position_after == DataPosition(10_000_001, 3)
-    assert time.monotonic() - start_s < 1.0
+    """Whoever walked there would walk for years."""
+    (step,) = steps(dataset, 1, DataPosition(10**15, 9))
+    assert step.position_after == DataPosition(10**15 + 1, 3)
 
 
 def test_same_step_whatever_the_micro_batch(dataset: PackedDataset) -> None:

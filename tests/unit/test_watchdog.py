@@ -40,7 +40,7 @@ def test_a_wait_past_its_limit_is_reported_and_repeated(caplog: pytest.LogCaptur
     patience = Patience(factor=1.0, least_s=0.01)
     patience.took("step", 0.01)
     with caplog.at_level(logging.WARNING), Vigil(report, patience) as vigil, vigil.over("step"):
-        assert spoken.acquire(timeout=30) and spoken.acquire(timeout=30)
+        assert spoken.acquire(timeout=60) and spoken.acquire(timeout=60)
     assert "waiting for the step since" in caplog.text
     assert "compute: at forward[3] of step 7" in caplog.text
     assert not any(thread.name == "vigil" for thread in threading.enumerate())
