@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.command_line import CommandParser, count, not_negative, port
 from cluster.dashboard import Dashboard
 from cluster.environment import JOB_STOP_WAIT_S, client_environment, state_directory
 from cluster.errors import ClusterError, ClusterRefusedError
@@ -24,7 +25,8 @@ from cluster.state import HeadState, StateDirectory
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0 done, 1 failed, 2 refused, 3 no head for `status` and `env`."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     directory = StateDirectory(state_directory())
     try:
         if options.command == "up":
@@ -39,11 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 3
         return _env(state) if options.command == "env" else _status(state, as_json=options.json)
     except ClusterRefusedError as error:
-        _say(f"refused: {error}")
-        return 2
+        return parser.refuse(error)
     except ClusterError as error:
-        _say(f"failed: {error}")
-        return 1
+        return parser.fail(error)
 
 
 def describe(state: HeadState) -> str:
@@ -62,23 +62,27 @@ def describe(state: HeadState) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cluster.head", description=__doc__.split("\n")[0] if __doc__ else ""
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+def _parser() -> CommandParser:
+    parser = CommandParser("cluster.head", __doc__)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_SubcommandParser)
     up = commands.add_parser("up", help="start the head")
-    up.add_argument("--port", type=int, help="port of the head (6379 where free)")
-    up.add_argument("--dashboard-port", type=int, help="port of the dashboard on 127.0.0.1 (8265 where free)")
+    up.add_argument("--port", type=port, metavar="PORT", help="port of the head (6379 where free)")
     up.add_argument(
-        "--temp-dir", type=Path, help="where Ray keeps sessions and logs (the system's temporary directory)"
+        "--dashboard-port", type=port, metavar="PORT", help="port of the dashboard on 127.0.0.1 (8265 where free)"
     )
-    up.add_argument("--num-cpus", type=int, help="CPUs that Ray may hand out (all)")
+    up.add_argument(
+        "--temp-dir",
+        type=Path,
+        metavar="DIR",
+        help="where Ray keeps sessions and logs (the system's temporary directory)",
+    )
+    up.add_argument("--num-cpus", type=count, metavar="N", help="CPUs that Ray may hand out (all)")
     up.add_argument("--json", action="store_true", help="print the addresses as JSON")
     down = commands.add_parser("down", help="stop the head, and nothing else")
     down.add_argument(
         "--job-grace-s",
-        type=float,
+        type=not_negative,
+        metavar="S",
         default=float(JOB_STOP_WAIT_S),
         help="seconds that running jobs get to end by themselves",
     )
@@ -86,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print it as JSON")
     commands.add_parser("env", help="print the variables that plain `ray` commands need, for a shell's eval")
     return parser
+
+
+class _SubcommandParser(CommandParser):
+    """Of `up`, `down`, ..., which argparse makes itself."""
+
+    def __init__(self, prog: str | None = None) -> None:
+        super().__init__("cluster.head", None, prog)
 
 
 def _up(directory: StateDirectory, options: argparse.Namespace) -> int:

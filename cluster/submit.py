@@ -7,7 +7,6 @@ Ctrl+C stops the job, which then finishes its step and writes a checkpoint; a se
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import working_dir
+from cluster.command_line import CommandParser
 from cluster.environment import client_environment, state_directory
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.lifecycle import live_head
@@ -37,9 +37,11 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the job's exit status, 2 for a refusal, 1 for a failure."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.submit", description=(__doc__ or "").split("\n")[0])
+    parser = CommandParser("cluster.submit", __doc__)
     parser.add_argument("--no-wait", action="store_true", help="print the job's id and leave it to itself")
-    parser.add_argument("--working-dir", type=Path, default=Path(), help="what the job takes along (here)")
+    parser.add_argument(
+        "--working-dir", type=Path, metavar="DIR", default=Path(), help="what the job takes along (here)"
+    )
     parser.add_argument("command", nargs="+", help="after `--`: the job's command")
     options = parser.parse_args(arguments)
     try:
@@ -52,11 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"job {job.submission_id} on {state.dashboard_url}", file=sys.stderr, flush=True)
         return 0 if options.no_wait else follow(job)
     except ClusterRefusedError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(error)
     except ClusterError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+        return parser.fail(error)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ Here it has the name it was submitted under (`forward[17]`), in the row of its a
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.command_line import CommandParser
 from cluster.environment import client_environment, state_directory
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.lifecycle import live_head
@@ -32,8 +32,10 @@ Event = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, 1 for a failure, 2 for a refusal."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.timeline", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("timeline.json"), help="file to write (timeline.json)")
+    parser = CommandParser("cluster.timeline", __doc__)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", default=Path("timeline.json"), help="file to write (timeline.json)"
+    )
     options = parser.parse_args(arguments)
     try:
         state = live_head(StateDirectory(state_directory()))
@@ -42,11 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         events = relabelled(*_ask(state))
         _replace(options.out, json.dumps(events))
     except (ClusterRefusedError, OSError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(error)
     except ClusterError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+        return parser.fail(error)
     print(f"{len(events)} events in {options.out.absolute()}; open it in https://ui.perfetto.dev")
     return 0
 

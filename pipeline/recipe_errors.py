@@ -43,11 +43,12 @@ class InvalidCombinationError(ValueError):
 
 
 def raise_problems(subject: str, problems: Iterable[Problem]) -> None:
-    """Raise a RecipeError that lists `problems` of `subject`, if there are any."""
+    """Raise a RecipeError that lists `problems` of `subject`, if there are any: a line each where they are several."""
     lines = list(dict.fromkeys(str(problem) for problem in problems))
+    if len(lines) == 1:
+        raise RecipeError(f"{subject}: {lines[0]}")
     if lines:
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        raise RecipeError("\n  ".join([f"{subject}: {count}", *lines]))
+        raise RecipeError("\n  ".join([f"{subject}: {len(lines)} problems", *lines]))
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], given: Mapping[str, Any]) -> list[Problem]:

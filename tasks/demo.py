@@ -7,7 +7,6 @@ Everything lies under one new directory, the head's state too: a head of the use
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.command_line import CommandParser
 from cluster.errors import ClusterError
 from cluster.lifecycle import HeadSettings, start, stop
 from cluster.state import HeadState, StateDirectory
@@ -74,10 +74,16 @@ class DemoPaths:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns 0 when a model was trained and exported."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.demo", description=(__doc__ or "").split("\n")[0])
+    parser = CommandParser("tasks.demo", __doc__)
     parser.add_argument("--keep", action="store_true", help="leave the head and its dashboard up at the end")
     parser.add_argument("--dir", type=Path, help="a new directory for all of it (runs/demo-DATE)")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="change the recipe")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="override a key of the recipe; may be repeated",
+    )
     options = parser.parse_args(arguments)
     root: Path = options.dir or REPOSITORY / "runs" / time.strftime("demo-%Y%m%d-%H%M%S")
     paths = DemoPaths(root.absolute())
@@ -86,13 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         paths.root.mkdir(parents=True)
     except FileExistsError:
-        print(f"refused: {paths.root} exists; name a new directory", file=sys.stderr)
-        return 2
+        return parser.refuse(f"{paths.root} exists; name a new directory")
+    except OSError as error:
+        return parser.refuse(f"{paths.root} cannot be made: {error.strerror}")
     try:
         return _demo(paths, options.set)
     except (ClusterError, DemoError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+        return parser.fail(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:

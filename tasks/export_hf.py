@@ -9,11 +9,11 @@ comes along; a model that was trained on text as bytes has none, and 256, the en
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.command_line import CommandParser, positive
 from pipeline.recipe import RecipeError
 from tasks.hf_directory import DTYPES, ExportError, ExportSettings, export
 from tasks.stored_model import StoredModel
@@ -24,11 +24,11 @@ _GIB = 1 << 30
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, 2 for a refusal, 1 for a failure."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.export_hf", description=(__doc__ or "").split("\n")[0])
+    parser = CommandParser("tasks.export_hf", __doc__)
     parser.add_argument("source", type=Path, help="a run directory, whose newest checkpoint is taken, or a checkpoint")
     parser.add_argument("out", type=Path, help="the directory to make")
     parser.add_argument("--dtype", choices=["source", *DTYPES], default="source", help="type of the tensors")
-    parser.add_argument("--max-shard-gib", type=_positive, default=5.0, help="most GiB a file")
+    parser.add_argument("--max-shard-gib", type=positive, metavar="X", default=5.0, help="most GiB a file")
     parser.add_argument("--untie", action="store_true", help="write the head of a tied model as a tensor of its own")
     options = parser.parse_args(arguments)
     settings = ExportSettings(options.dtype, int(options.max_shard_gib * _GIB), options.untie)
@@ -36,21 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = StoredModel.open(options.source)
         written = export(model, options.out, settings)
     except (ExportError, CheckpointError, RecipeError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(error)
     except (TierError, OSError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+        return parser.fail(error)
     print(f"exported step {model.manifest.facts.step} of {model.directory} to {written.directory}")
     print(f"tokenizer: {written.tokenizer}")
     return 0
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Export:
         settings: Choices of the user.
 
     Raises:
-        ExportError: `out` is taken, the checkpoint is damaged, or the run's source is gone.
+        ExportError: `out` is taken or cannot be made, the checkpoint is damaged, or the run's source is gone.
         TierError: The disk is too full.
     """
     out = out.absolute()
@@ -79,7 +79,10 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Export:
     shards = plan_shards({name: t.numel * dtype.itemsize for name, t in tensors.items()}, settings.shard_bytes)
     if problems := verify(model.directory, deep=True):
         raise ExportError(f"{model.directory} is damaged and is not exported: {'; '.join(problems)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(f"{out.parent} cannot be made: {error.strerror}; name another directory") from error
     total_bytes = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
     check_free_bytes(out.parent, total_bytes + _OTHER_BYTES)
     with new_directory(out) as partial:

@@ -8,7 +8,6 @@ A recipe then says `[model] source = "STORE"`: weights come in at disk speed, ch
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from cluster.command_line import CommandParser, count
 from pipeline.errors import PipelineError
 from tasks.model_import import import_model
 from tiers.errors import TierError
@@ -29,13 +29,19 @@ MAX_THREADS = 8
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 2 for a refusal: nothing of STORE is left then."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.import_hf", description=(__doc__ or "").split("\n\n")[0])
+    parser = CommandParser("tasks.import_hf", __doc__)
     parser.add_argument("source", type=Path, help="Hugging Face model directory: config.json and safetensors")
     parser.add_argument("store", type=Path, help="the directory to make")
     parser.add_argument(
         "--precision", choices=[p.value for p in Precision], default="bf16", help="precision.mode of the runs to come"
     )
-    parser.add_argument("--threads", type=int, default=min(MAX_THREADS, os.cpu_count() or 1), help="disk requests")
+    parser.add_argument(
+        "--threads",
+        type=count,
+        metavar="N",
+        default=min(MAX_THREADS, os.cpu_count() or 1),
+        help="disk requests in flight",
+    )
     options = parser.parse_args(arguments)
     say = partial(print, flush=True)
     started_s = time.monotonic()
@@ -43,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         store = import_model(options.source, options.store, Precision(options.precision), options.threads, say)
     except (ValueError, TierError, PipelineError, OSError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(error)
     finally:
         signal.signal(signal.SIGTERM, before)
     took = shown_duration(time.monotonic() - started_s)

@@ -1,11 +1,12 @@
 """Says what a run directory, a checkpoint or a Hugging Face directory holds, without loading it.
 
-python -m tasks.inspect PATH [--tensors] [--verify]
+    python -m tasks.inspect PATH [--tensors] [--verify]
+
+Exit status: 0, 1 where --verify found damage, 2 where PATH is nothing known.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cluster.command_line import CommandParser
 from tasks.stored_model import StoredModel, find_checkpoint
 from tiers.checkpoint import newest_complete
 from tiers.errors import TierError
@@ -25,7 +27,7 @@ _SAFETENSORS = "*.safetensors"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, 1 where `--verify` found damage, 2 where PATH is nothing known."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.inspect", description=(__doc__ or "").split("\n")[0])
+    parser = CommandParser("tasks.inspect", __doc__)
     parser.add_argument("path", type=Path, help="a run directory, a checkpoint, or a Hugging Face model directory")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
@@ -44,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verify and not any(path.glob(_SAFETENSORS)):
             return _verify(find_checkpoint(path))
     except (TierError, OSError, ValueError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(error)
     return 0
 
 

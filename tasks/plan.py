@@ -11,7 +11,6 @@ Exit status: 0 it fits, 1 it does not fit, 2 the input is refused.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.command_line import CommandParser, count, not_negative
 from pipeline.costs import CostModel
 from pipeline.crew import default_optimizer_actors
 from pipeline.errors import PipelineError
@@ -40,14 +40,14 @@ UNLIMITED = MemoryBudget(ram_bytes=2**60, gpu_bytes=2**60)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     try:
         recipe = load_recipe(options.recipe, options.set)
         hardware = None if options.hardware is None else load_hardware(find_hardware(options.hardware))
         plan = make_plan(recipe, hardware, options.price_per_hour, options.token_budget)
     except (RecipeError, HardwareError, PipelineError) as error:
-        print(f"tasks.plan: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(error)
     try:
         print(json.dumps(plan.as_json(), indent=2) if options.json else tables(plan), flush=True)
     except BrokenPipeError:
@@ -135,28 +135,21 @@ def _free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def _parser() -> argparse.ArgumentParser:
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.plan",
-        description=description,
-        epilog=epilog.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser("tasks.plan", __doc__)
     parser.add_argument("recipe", type=Path, help="recipe, TOML")
     parser.add_argument("--hardware", metavar="FILE", help="hardware TOML, or the name of a shipped one")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
-    parser.add_argument("--price-per-hour", type=float, metavar="X", help="price of the machine, for the cost")
-    parser.add_argument("--token-budget", type=_tokens, metavar="N", help="tokens to train on, e.g. 2e9")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe's key")
+    parser.add_argument("--price-per-hour", type=not_negative, metavar="X", help="price of the machine, for the cost")
+    parser.add_argument("--token-budget", type=count, metavar="N", help="tokens to train on, e.g. 2e9")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="override a key of the recipe; may be repeated",
+    )
     return parser
-
-
-def _tokens(text: str) -> int:
-    count = int(float(text))
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 token, got {text}")
-    return count
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Exit status: 0 measured, 2 the input is refused.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cluster.command_line import CommandParser, positive
 from pipeline.hardware import GIB, Hardware, Host, hardware_toml
 from tasks.probe_device import busy_device, measure_device, measure_link
 from tasks.probe_host import copy_gbps, measure_nvme, update_gparams_per_s
@@ -31,16 +31,17 @@ DEFAULT_SECONDS = 3.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write, return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     out: Path | None = options.out
     if out is not None and not out.parent.is_dir():
-        print(f"tasks.probe: --out {out}: the directory {out.parent} does not exist", file=sys.stderr)
-        return 2
+        return parser.refuse(f"--out {out}: the directory {out.parent} does not exist")
+    if out is not None and out.is_dir():
+        return parser.refuse(f"--out {out} is a directory; name a file")
     try:
         hardware = probe(options.nvme_dir, options.seconds)
     except ShardError as error:
-        print(f"tasks.probe: --nvme-dir: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(f"--nvme-dir: {error}")
     text = hardware_toml(hardware)
     if out is None:
         print(text, end="")
@@ -94,12 +95,16 @@ def _printer() -> Callable[[str], None]:
     return lambda text: print(f"[{time.monotonic() - start:5.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tasks.probe", description=(__doc__ or "").partition("\n")[0])
+def _parser() -> CommandParser:
+    parser = CommandParser("tasks.probe", __doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write; default: standard output")
     parser.add_argument("--nvme-dir", type=Path, metavar="DIR", help="measure the drive behind this directory")
     parser.add_argument(
-        "--seconds", type=float, default=DEFAULT_SECONDS, help=f"of each measurement, default {DEFAULT_SECONDS:g}"
+        "--seconds",
+        type=positive,
+        metavar="S",
+        default=DEFAULT_SECONDS,
+        help=f"of each measurement, default {DEFAULT_SECONDS:g}",
     )
     return parser
 

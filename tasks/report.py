@@ -8,11 +8,11 @@ that is still going on, was cut short or has no step yet has a page too.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.command_line import CommandParser, count
 from tasks.memory_account import AccountError, MemoryAccount
 from tasks.report_page.page import page
 from tasks.report_page.run_events import index_events, read_step
@@ -24,17 +24,20 @@ DEFAULT_NAME = "report.html"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 2 for a refusal."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.report", description=(__doc__ or "").split("\n")[0])
+    parser = CommandParser("tasks.report", __doc__)
     parser.add_argument("run", type=Path, help="a run directory")
-    parser.add_argument("--out", type=Path, help=f"the page's file (RUN/{DEFAULT_NAME}); an older one is replaced")
-    parser.add_argument("--step", type=int, help="step whose lanes are shown; default: one of median length")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"the page's file (RUN/{DEFAULT_NAME}); an older one is replaced"
+    )
+    parser.add_argument(
+        "--step", type=count, metavar="N", help="step whose lanes are shown; default: one of median length"
+    )
     options = parser.parse_args(arguments)
     out: Path = options.out or options.run / DEFAULT_NAME
     try:
         write_report(options.run, out, options.step)
     except (ReportError, OSError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(error)
     print(f"report of {options.run} in {out.absolute()}")
     return 0
 

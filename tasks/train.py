@@ -1,4 +1,6 @@
-"""Train a model: `python -m tasks.train RECIPE.toml [--set section.key=value ...]`.
+"""Trains a model as a recipe says.
+
+    python -m tasks.train RECIPE.toml [--set section.key=value ...]
 
 Inside a Ray job, or with RAY_ADDRESS, it joins that cluster; otherwise it starts an embedded Ray for itself.
 
@@ -25,6 +27,7 @@ from pathlib import Path
 
 from ray.exceptions import RayError
 
+from cluster.command_line import CommandParser
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.join import connect, require_resources
 from pipeline.errors import PipelineError
@@ -44,7 +47,7 @@ from tasks.training import Ending
 from tiers.errors import TierError
 from tiers.host_memory import SHMEM_HUGE_PAGES, shared_memory_has_huge_pages
 
-TRAINED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
+TRAINED, STOPPED = 0, 3
 
 RESOURCE_TIMEOUT_S = 60.0
 """How long another job may hold the GPU before this one gives up."""
@@ -52,9 +55,7 @@ RESOURCE_TIMEOUT_S = 60.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("tasks.train", __doc__)
     parser.add_argument("recipe", type=Path, help="recipe, TOML")
     parser.add_argument(
         "--set",
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="section.key=value",
         help="override a key of the recipe; may be repeated",
     )
-    parser.add_argument("--address", help="of a running Ray head; default: RAY_ADDRESS, else an embedded Ray")
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="of a running Ray head; default: RAY_ADDRESS, else an embedded Ray"
+    )
     parser.add_argument("--dry-run", action="store_true", help="vet everything, say where it would resume, and stop")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -72,15 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             launch = _vet(options, held)
         except (ValueError, TierError, PipelineError, OSError) as error:
-            return _refused(error)
+            return parser.refuse(error)
         if options.dry_run:
             return TRAINED
-        return _train(launch, options.address)
-
-
-def _refused(error: Exception) -> int:
-    print(f"train: refused: {error}", file=sys.stderr, flush=True)
-    return REFUSED
+        return _train(launch, options.address, parser)
 
 
 def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
@@ -133,7 +131,7 @@ def _device(preparation: Preparation) -> str:
     return f'cpu: torch {version} sees no GPU (train.device = "cuda" refuses instead)'
 
 
-def _train(launch: Launch, address: str | None) -> int:
+def _train(launch: Launch, address: str | None, parser: CommandParser) -> int:
     """Run a vetted recipe to its end, and say how it ended."""
     say = partial(print, flush=True)
     try:
@@ -149,10 +147,9 @@ def _train(launch: Launch, address: str | None) -> int:
                 launch.directory.keep(recipe_toml(preparation.recipe), account)
                 ending = run_with_recoveries(launch, signals, say)
     except ClusterRefusedError as error:
-        return _refused(error)
+        return parser.refuse(error)
     except (RayError, PipelineError, TierError, ClusterError, OSError) as error:
-        print(f"train: failed: {explain(error)}", file=sys.stderr, flush=True)
-        return FAILED
+        return parser.fail(explain(error))
     return TRAINED if ending is Ending.TRAINED else STOPPED
 
 

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cluster.command_line import FAILED, REFUSED
 from pipeline.messages import IGNORED
 from pipeline.recipe import load_recipe
 from support.kills import REPOSITORY, assert_same_state, rows, running
@@ -142,7 +143,7 @@ def test_interrupted_and_resumed_in_another_placement_equals_uninterrupted(
     with running(place / "recipe.toml", run_dir) as run:
         run.wait_for(lambda: run.step() >= 3, "step 3")
         run.process.send_signal(signal.SIGSTOP)  # it holds its directory and gets no further
-        assert command(f"run.dir={run_dir}") == train.REFUSED
+        assert command(f"run.dir={run_dir}") == REFUSED
         assert "in use" in (refusal := capsys.readouterr().err) and str(run.process.pid) in refusal
         os.killpg(run.process.pid, signal.SIGINT)
         run.process.send_signal(signal.SIGCONT)
@@ -154,7 +155,7 @@ def test_interrupted_and_resumed_in_another_placement_equals_uninterrupted(
     assert len(rows(run_dir)) == facts.step
 
     changed = (f"run.dir={run_dir}", "optimizer.lr=2e-3", "train.sequence_length=32")
-    assert command(*changed) == train.REFUSED
+    assert command(*changed) == REFUSED
     refusal = capsys.readouterr().err
     for part in ("optimizer.lr", "0.001", "0.002", "train.sequence_length", "64", "32", "run.accept_changes"):
         assert part in refusal, refusal
@@ -165,7 +166,7 @@ def test_interrupted_and_resumed_in_another_placement_equals_uninterrupted(
     page = place / "text" / "3.txt"
     text = page.read_text()
     page.write_text(text[::-1])
-    assert command(f"run.dir={run_dir}") == train.REFUSED
+    assert command(f"run.dir={run_dir}") == REFUSED
     assert "other documents" in (refusal := capsys.readouterr().err) and '["data.path"]' in refusal
     assert command(f"run.dir={run_dir}", 'run.accept_changes=["data.path"]', options=("--dry-run",)) == train.TRAINED
     page.write_text(text)
@@ -232,7 +233,7 @@ def test_a_loss_that_is_never_finite_ends_the_run_and_is_never_a_number(place: P
     recipe.write_text(with_source(broken))
     run_dir = place / "not-finite"
     with running(recipe, run_dir, "train.max_skipped_in_a_row=2", "eval.every_steps=0") as run:
-        assert run.finish() == train.FAILED, run.output()
+        assert run.finish() == FAILED, run.output()
     assert "step 3: the loss is not finite, as in the 2 steps before it" in run.output(), run.output()
     assert "Traceback" not in run.output()
     found = rows(run_dir)
@@ -269,7 +270,7 @@ def test_what_cannot_be_trained_is_refused_and_leaves_nothing(
     command: Command, place: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], said: list[str]
 ) -> None:
     before = sorted(path for path in place.rglob("*") if path.is_file())
-    assert command("run.dir=refused/deep/run", *overrides) == train.REFUSED
+    assert command("run.dir=refused/deep/run", *overrides) == REFUSED
     message = capsys.readouterr().err
     assert message.startswith("train: refused: ") and "Traceback" not in message
     assert all(part in message for part in said), message
@@ -289,7 +290,7 @@ def test_a_cluster_that_cannot_be_had_is_a_refusal_too_and_leaves_nothing(
     too_deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(too_deep))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert command("run.dir=refused/deep/run") == train.REFUSED
+    assert command("run.dir=refused/deep/run") == REFUSED
     message = capsys.readouterr().err
     assert message.startswith("train: refused: ") and str(too_deep) in message
     assert not (place / "refused").exists()
@@ -317,7 +318,7 @@ def test_a_bad_model_directory_is_refused(
     }
     for source, said in cases.items():
         (place / "source.toml").write_text(with_source(source))
-        assert command("run.dir=refused", recipe="source.toml") == train.REFUSED
+        assert command("run.dir=refused", recipe="source.toml") == REFUSED
         message = capsys.readouterr().err
         assert message.startswith("train: refused: ") and said in message, message
     assert not (place / "refused").exists()
@@ -342,6 +343,6 @@ def test_a_refusal_is_one_message_on_standard_error_and_status_2(place: Path) ->
         timeout=120,
         check=False,
     )
-    assert ended.returncode == train.REFUSED
+    assert ended.returncode == REFUSED
     assert ended.stderr.startswith("train: refused: ") and ended.stderr.count("\n") == 1 and "nowhere" in ended.stderr
     assert not (place / "r").exists()

@@ -201,6 +201,8 @@ def test_nothing_is_overwritten_and_damage_is_not_exported(tmp_path: Path, capsy
     (out / "mine.txt").write_text("mine")
     assert export_hf.main([str(run), str(out)]) == 2
     assert "is not an empty directory" in capsys.readouterr().err
+    assert export_hf.main([str(run), str(out / "mine.txt" / "deeper")]) == 2
+    assert "mine.txt cannot be made" in capsys.readouterr().err
     model = StoredModel.open(run)
     with (model.directory / shard_path(_layers(run)[1], Buffer.WEIGHT)).open("r+b") as file:
         file.seek(100)

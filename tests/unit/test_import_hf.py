@@ -106,7 +106,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.Ca
     def refused(*arguments: str) -> str:
         assert import_hf.main(list(arguments)) == 2
         message = capsys.readouterr().err
-        assert message.startswith("refused: ") and message.count("\n") == 1
+        assert message.startswith("import_hf: refused: ") and message.count("\n") == 1
         return message
 
     assert "not an empty directory" in refused(str(source), str(source))
@@ -136,5 +136,5 @@ def test_a_fault_on_the_way_removes_what_was_begun(tmp_path: Path, capsys: pytes
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert status == 2
-    assert capsys.readouterr().err.startswith("refused: ")
+    assert capsys.readouterr().err.startswith("import_hf: refused: ")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -34,3 +34,5 @@ def test_refuses_a_missing_drive_before_it_measures_anything(
 def test_refuses_an_output_whose_directory_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path / "none" / "machine.toml"), *SECONDS]) == 2
     assert "does not exist" in capsys.readouterr().err
+    assert main(["--out", str(tmp_path), *SECONDS]) == 2
+    assert "is a directory" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""What every command of `tasks` and `cluster` shares: help out of its module's docstring, refusals of one form.
+
+A refusal is one message on standard error, `NAME: refused: WHAT IS WRONG`, with status 2; a failure has status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+FAILED, REFUSED = 1, 2
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses the arguments of `python -m MODULE`, and says in what way it cannot go on."""
+
+    def __init__(self, module: str, doc: str | None, prog: str | None = None) -> None:
+        """Make a parser without arguments.
+
+        Args:
+            module: As after `python -m`, e.g. `tasks.plan`.
+            doc: The module's docstring, whose paragraphs are the help; lines of usage in it are argparse's business.
+            prog: Shown instead of the module, of a command within it.
+        """
+        paragraphs = (doc or "").strip().split("\n\n")
+        super().__init__(
+            prog=prog or f"python -m {module}",
+            description="\n\n".join(part for part in paragraphs if not part.lstrip().startswith("python -m")),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self._name = module.rpartition(".")[2]
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments."""
+        self.exit(self.refuse(f"{message} (see {self.prog} --help)"))
+
+    def refuse(self, why: object) -> int:
+        """Say that nothing was done, and return the exit status."""
+        print(f"{self._name}: refused: {why}", file=sys.stderr, flush=True)
+        return REFUSED
+
+    def fail(self, why: object) -> int:
+        """Say that what was begun did not end well, and return the exit status."""
+        print(f"{self._name}: failed: {why}", file=sys.stderr, flush=True)
+        return FAILED
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, as a type of an argument."""
+    return _number(text, lambda value: value > 0, "a number above 0")
+
+
+def not_negative(text: str) -> float:
+    """A finite number from 0, as a type of an argument."""
+    return _number(text, lambda value: value >= 0, "a number from 0")
+
+
+def count(text: str) -> int:
+    """A whole number from 1, which may be written as 2e9, as a type of an argument."""
+    return int(_number(text, lambda value: value >= 1 and value == int(value), "a whole number from 1"))
+
+
+def port(text: str) -> int:
+    """A number of a TCP port, as a type of an argument."""
+    return int(
+        _number(text, lambda value: 1 <= value <= 65_535 and value == int(value), "a whole number from 1 to 65535")
+    )
+
+
+def _number(text: str, accepts: Callable[[float], bool], which: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not accepts(value):
+        raise argparse.ArgumentTypeError(f"must be {which}, got {text!r}")
+    return value

@@ -1,0 +1,74 @@
+"""Every command refuses what it does not know in one line and with status 2, and tells in its help what it is for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+
+import pytest
+
+from cluster.command_line import count, not_negative, port, positive
+
+COMMANDS = (
+    "tasks.train",
+    "tasks.plan",
+    "tasks.probe",
+    "tasks.import_hf",
+    "tasks.export_hf",
+    "tasks.inspect",
+    "tasks.report",
+    "tasks.demo",
+    "cluster.head",
+    "cluster.submit",
+    "cluster.timeline",
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_argument_is_refused_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(name).main
+    # `x`: the arguments that some commands need; argparse complains of those first.
+    with pytest.raises(SystemExit) as ended:
+        main(["--nope", "x"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(f"{name.rpartition('.')[2]}: refused: ") and error.count("\n") == 1
+    assert f"(see python -m {name} --help)" in error
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_the_modules_docstring_without_its_lines_of_usage(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(name)
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert (module.__doc__ or "").partition("\n")[0] in text
+    assert text.count(f"python -m {name} ") <= 2, "the usage stands there twice"
+
+
+def test_the_help_of_a_command_within_a_command_names_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module("cluster.head").main(["up", "--port", "x"])
+    error = capsys.readouterr().err
+    assert error.startswith("head: refused: argument --port: must be a whole number from 1 to 65535, got 'x'")
+    assert "python -m cluster.head up --help" in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (positive, {"0.5": 0.5, "3": 3.0}, ("0", "-1", "nan", "inf", "x", "")),
+        (not_negative, {"0": 0.0, "2.5": 2.5}, ("-0.1", "nan", "inf", "x")),
+        (count, {"1": 1, "2e9": 2_000_000_000}, ("0", "-1", "1.5", "nan", "1e999", "x")),
+        (port, {"1": 1, "65535": 65_535}, ("0", "65536", "-1", "80.5", "x")),
+    ],
+)
+def test_numbers(kind: Callable[[str], float], good: dict[str, float], bad: tuple[str, ...]) -> None:
+    assert {text: kind(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="must be a"):
+            kind(text)
