@@ -28,11 +28,11 @@ from pipeline.recipe_sections import (
     ModelSection,
     OptimizerSection,
     PrecisionSection,
-    Recipe,
     RunSection,
     TrainSection,
 )
 from pipeline.recipe_words import shown
+from pipeline.resolved_recipe import Recipe
 
 __all__ = [
     "CheckpointSection",

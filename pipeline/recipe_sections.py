@@ -7,47 +7,15 @@ machine that holds neither model nor data.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from pipeline.learning_rate import LearningRate, ScheduleKind
+from pipeline.learning_rate import ScheduleKind
 from pipeline.recipe_errors import InvalidCombinationError, Problem
+from pipeline.recipe_values import Beta, Count, CountOrOff, Gibibytes, Place, Places, Section
 from tiers.layout import ElementType, Precision
-
-Count = Annotated[int, Ge(1)]
-CountOrOff = Annotated[int, Ge(0)]
-Gibibytes = Annotated[float, Gt(0)]
-Beta = Annotated[float, Ge(0), Lt(1)]
-
-
-def _one_or_many(value: Any) -> Any:
-    if isinstance(value, str | Path):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _given(path: Path) -> Path:
-    if path == Path():
-        raise ValueError("empty path")
-    return path
-
-
-Place = Annotated[Path, AfterValidator(_given)]
-"""A path; an empty text is none."""
-
-Places = Annotated[tuple[Place, ...], MinLen(1), BeforeValidator(_one_or_many)]
-"""One path or glob, or a list of them."""
-
-
-class Section(BaseModel):
-    """Strict and closed: no unknown keys, no text for a number, no NaN or infinity; whole numbers pass as floats."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunSection(Section):
@@ -320,58 +288,3 @@ class LogSection(Section):
     events_max_mib: CountOrOff = 64
     """Spans of operations are recorded in events.jsonl until it has this size, MiB; 0: none. Default: some thousand
     steps of a 7B model (about 25 KiB a step)."""
-
-
-class Recipe(Section):
-    """A whole run, resolved: nothing about it stands anywhere else."""
-
-    run: RunSection
-    model: ModelSection
-    data: DataSection
-    train: TrainSection
-    optimizer: OptimizerSection = OptimizerSection()
-    memory: MemorySection = MemorySection()
-    precision: PrecisionSection = PrecisionSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    eval: EvalSection = EvalSection()
-    log: LogSection = LogSection()
-
-    def learning_rate(self) -> LearningRate:
-        """The schedule over the run's steps."""
-        optimizer = self.optimizer
-        return LearningRate(
-            optimizer.schedule,
-            optimizer.lr,
-            optimizer.warmup_steps,
-            self.train.steps,
-            optimizer.final_lr_ratio,
-            optimizer.decay_steps,
-        )
-
-    def with_micro_batch(self, sequences: int) -> Recipe:
-        """The recipe with a micro-batch that has been chosen."""
-        return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch": sequences})})
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        problems = []
-        optimizer, steps = self.optimizer, self.train.steps
-        if optimizer.warmup_steps > steps:
-            problems.append(
-                Problem("optimizer.warmup_steps", f"must not exceed train.steps = {steps}", optimizer.warmup_steps)
-            )
-        elif optimizer.warmup_steps + optimizer.decay_steps > steps:
-            want = f"with optimizer.warmup_steps = {optimizer.warmup_steps} must not exceed train.steps = {steps}"
-            problems.append(Problem("optimizer.decay_steps", want, optimizer.decay_steps))
-        micro_batches = self.train.sequences_per_step // (
-            1 if self.train.micro_batch == "auto" else self.train.micro_batch
-        )
-        if self.memory.waves is not None and self.memory.waves > micro_batches:
-            want = f"must not exceed the {micro_batches} micro-batches of a step; lower it or train.micro_batch"
-            problems.append(Problem("memory.waves", want, self.memory.waves))
-        if self.eval.every_steps and self.data.eval_path is None and self.data.eval_fraction is None:
-            want = "needs held-out data: give data.eval_path or data.eval_fraction"
-            problems.append(Problem("eval.every_steps", want, self.eval.every_steps))
-        if problems:
-            raise InvalidCombinationError(*problems)
-        return self

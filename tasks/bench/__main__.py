@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from cluster.command_line import CommandParser, count, positive
 from cluster.join import connect
 from pipeline.errors import PipelineError
 from pipeline.families import model_layout
@@ -58,7 +59,8 @@ Say = Callable[[str], None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     say: Say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     default = DEFAULT_RECIPES.get(options.what, RECIPES / "bench" / "qwen2.5-3b.toml")
     recipes: list[Path] = options.recipes or [default]
@@ -78,31 +80,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case _:
                 reports = _control(recipe, options, say)
     except (ValueError, TierError, PipelineError, OSError) as error:
-        print(f"bench: refused: {error}", file=sys.stderr)
-        return 2
+        return parser.refuse(error)
     _print(reports, options.json)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser("tasks.bench", __doc__)
     parser.add_argument("what", choices=["step", "roof", "checkpoint", "control", "tier", "optimizer"])
     parser.add_argument("recipes", type=Path, nargs="*", metavar="RECIPE")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="section.key=value")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=5, help="measured; of each segment of checkpoint and control")
+    parser.add_argument("--steps", type=count, default=5, help="measured; of each segment of checkpoint and control")
     parser.add_argument("--no-roof", action="store_true", help="step: leave the roof out")
     parser.add_argument("--hardware", metavar="FILE", help="step: hardware TOML, or the name of a shipped one")
     parser.add_argument("--sweep", action="append", default=[], metavar="section.key=v1,v2", help="step: a row a value")
     parser.add_argument("--out", type=Path, metavar="FILE", help="step: a line of JSON a row, as soon as it is known")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="step: begin no row that would end later")
+    parser.add_argument("--time-limit", type=positive, metavar="S", help="step: begin no row that would end later")
     parser.add_argument("--dir", type=Path, help="tier, checkpoint: directory on the drive")
-    parser.add_argument("--rounds", type=int, default=5, help="tier, checkpoint, control: rounds measured")
+    parser.add_argument("--rounds", type=count, default=5, help="tier, checkpoint, control: rounds measured")
     parser.add_argument("--compression", choices=[*Compression], help="checkpoint: this one alone")
-    parser.add_argument("--gib", type=float, default=4.0, help="tier, optimizer: bytes to work on")
-    parser.add_argument("--seconds", type=float, default=3.0, help="optimizer: for each mixture")
+    parser.add_argument("--gib", type=positive, default=4.0, help="tier, optimizer: bytes to work on")
+    parser.add_argument("--seconds", type=positive, default=3.0, help="optimizer: for each mixture")
     return parser
 
 

@@ -49,7 +49,7 @@ def steps_table(record: RunRecord) -> str:
                 _or_dash(shown_duration, columns["step_s"][place]),
                 _or_dash(shown_duration, math.fsum(stall[place] for stall in stalls)),
                 _or_dash(shown_bytes, columns["host_bytes"][place]),
-                _or_dash(shown_bytes, columns["gpu_peak_bytes"][place]),
+                _or_dash(shown_bytes, columns["gpu_peak_bytes"][place] or math.nan),
                 escape(reasons.get(step, "")),
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 
@@ -18,6 +19,7 @@ COMMANDS = (
     "tasks.export_hf",
     "tasks.inspect",
     "tasks.report",
+    "tasks.bench",
     "tasks.demo",
     "cluster.head",
     "cluster.submit",
@@ -25,9 +27,13 @@ COMMANDS = (
 )
 
 
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{name}.__main__" if name == "tasks.bench" else name)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_unknown_argument_is_refused_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main = importlib.import_module(name).main
+    main = _module(name).main
     # `x`: the arguments that some commands need; argparse complains of those first.
     with pytest.raises(SystemExit) as ended:
         main(["--nope", "x"])
@@ -41,7 +47,7 @@ def test_an_unknown_argument_is_refused_in_one_line(name: str, capsys: pytest.Ca
 def test_help_is_the_modules_docstring_without_its_lines_of_usage(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module(name)
+    module = _module(name)
     with pytest.raises(SystemExit) as ended:
         module.main(["--help"])
     text = capsys.readouterr().out

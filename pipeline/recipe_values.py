@@ -1,0 +1,41 @@
+"""What a key of a recipe may hold: the types of `recipe_sections`, and the strictness that all sections share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Lt, MinLen
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+Count = Annotated[int, Ge(1)]
+CountOrOff = Annotated[int, Ge(0)]
+Gibibytes = Annotated[float, Gt(0)]
+Beta = Annotated[float, Ge(0), Lt(1)]
+
+
+def _one_or_many(value: Any) -> Any:
+    if isinstance(value, str | Path):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _given(path: Path) -> Path:
+    if path == Path():
+        raise ValueError("empty path")
+    return path
+
+
+Place = Annotated[Path, AfterValidator(_given)]
+"""A path; an empty text is none."""
+
+Places = Annotated[tuple[Place, ...], MinLen(1), BeforeValidator(_one_or_many)]
+"""One path or glob, or a list of them."""
+
+
+class Section(BaseModel):
+    """Strict and closed: no unknown keys, no text for a number, no NaN or infinity; whole numbers pass as floats."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
