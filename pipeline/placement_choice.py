@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 from pipeline.costs import CostModel
+from pipeline.footprint import Place
 from pipeline.hardware import Hardware
 from pipeline.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
 from pipeline.placement_search import solve, variants
-from pipeline.simulate import simulate
+from pipeline.simulate import least_step_s, simulate
 
 MOST_TOKENS_AT_ONCE = 65_536
 """Larger micro-batches are not tried: the device's rate no longer grows, the layer at work does."""
@@ -50,7 +52,7 @@ def choose(
     request, best = fitting[0]
     best_s = _step_s(request, best, hardware)
     for larger, placement in fitting[1:]:
-        step_s = _step_s(larger, placement, hardware)
+        step_s = _step_s(larger, placement, hardware, best_s)
         if step_s < WORTH_A_LARGER_ONE * best_s:
             request, best, best_s = larger, placement, step_s
     request, best, best_s = _with_best_boundaries(request, budget, hardware, best, best_s)
@@ -66,8 +68,10 @@ def _with_best_boundaries(
     for variant in variants(request, budget):
         placement = solve(variant, budget)
         if isinstance(placement, Placement):
-            step_s = _step_s(variant, placement, hardware)
-            if step_s < WORTH_A_LARGER_ONE * best_s:
+            step_s = _step_s(variant, placement, hardware, best_s)
+            # Of ways that are equally fast the one that wears the drive least.
+            wears_less = placement.used(Place.NVME) < best.used(Place.NVME)
+            if step_s < (1.0 if wears_less else WORTH_A_LARGER_ONE) * best_s * (1 + 1e-9):
                 request, best, best_s = variant, placement, step_s
     return request, best, best_s
 
@@ -79,10 +83,13 @@ def _with_best_extras(
     if not best.schedule.device_updates:
         return best
     without = solve(replace(request, device_updates=False), budget)
-    if isinstance(without, Placement) and _step_s(request, without, hardware) < best_s:
+    if isinstance(without, Placement) and _step_s(request, without, hardware, best_s) < best_s:
         return without
     return best
 
 
-def _step_s(request: PlacementRequest, placement: Placement, hardware: Hardware) -> float:
-    return simulate(CostModel(placement, request.compute, placement.step, hardware)).step_s
+def _step_s(request: PlacementRequest, placement: Placement, hardware: Hardware, below_s: float = math.inf) -> float:
+    """Length of the step, or infinity where it cannot be below `below_s`."""
+    costs = CostModel(placement, request.compute, placement.step, hardware)
+    # A margin for what the sums round.
+    return math.inf if least_step_s(costs) > below_s * (1 + 1e-6) else simulate(costs).step_s
