@@ -65,7 +65,8 @@ class StateDirectory:
             ClusterRefusedError: Another one is at work.
         """
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.path / "lock").open("w") as lock:
+        descriptor = os.open(self.path / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tiers.durable_files import make_directory, replace_file
+from tiers.durable_files import FILE_MODE, make_directory, replace_file
 
 
 class JsonLines:
@@ -32,7 +32,8 @@ class JsonLines:
         """Of the last row; None where there is none."""
         # Unbuffered: a row is handed to the kernel whole, so that readers and a kill never meet half of one, and what a
         # full disk refuses does not wait for the next one.
-        self._file = path.open("ab", buffering=0)
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, FILE_MODE)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._path = path
         self._num_bytes = path.stat().st_size
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from pipeline.messages import IGNORED
 from tasks.data.rows import Int64Array, TokenBlock
 from tasks.data.settings import DataError
-from tiers.durable_files import FILE_MODE, sync_directory
+from tiers.durable_files import FILE_MODE, make_directory, sync_directory, write_file
 
 FORMAT_VERSION = 2
 """2: the header has a checksum of the labels, and tells bytes from other tokens."""
@@ -129,7 +129,7 @@ class CacheWriter:
         self._dtype = dtype
         _remove_abandoned(directory)
         shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
+        make_directory(self._partial)
         self._tokens = self._open("tokens.bin")
         self._labels = self._open("labels.bin")
         self._documents = self._open("documents.bin")
@@ -242,10 +242,7 @@ class CacheWriter:
         for stream in (self._tokens, self._labels, self._documents):
             stream.flush()
             os.fsync(stream.fileno())
-        with (self._partial / "header.json").open("w") as text:
-            json.dump(asdict(header), text, indent=1)
-            text.flush()
-            os.fsync(text.fileno())
+        write_file(self._partial / "header.json", json.dumps(asdict(header), indent=1).encode())
         # What stands there is of an older format or damaged: `open_cache` has refused it.
         shutil.rmtree(self._directory, ignore_errors=True)
         sync_directory(self._partial)

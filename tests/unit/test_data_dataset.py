@@ -248,6 +248,14 @@ def test_damaged_and_abandoned_caches_are_replaced(tmp_path: Path) -> None:
     assert not abandoned.exists()
 
 
+def test_nobody_else_reads_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    open_path(tmp_path, tmp_path / "a.txt")
+    cache = tmp_path / "cache"
+    for path in (cache, *cache.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
 def test_failed_tokenisation_leaves_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ok"}\n{"text": ""}\n')

@@ -179,6 +179,14 @@ def shown(total: int, metrics: list[StepMetrics], every_s: float = 0.0, seconds_
     return stream.getvalue().splitlines()
 
 
+def test_nobody_else_reads_the_rows_of_a_run(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "run")
+    writer.write(ONE)
+    writer.close()
+    for path in (tmp_path / "run", tmp_path / "run" / "metrics.jsonl"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
 def test_a_line_a_step() -> None:
     (line,) = shown(400, [at(120, step_s=192 / 280)])
     assert line == "step 120/400  loss 2.4310  lr 3.0e-04  |g| 0.834  12.3k tok/s  eta 192 s"
