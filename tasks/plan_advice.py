@@ -30,8 +30,9 @@ class Advice:
 def advice(
     request: PlacementRequest, placement: Placement, prediction: Prediction, hardware: Hardware
 ) -> tuple[Advice, ...]:
-    """Changes that pay, the best first."""
+    """Changes that pay, the best first; what is held of a step is what the plan holds: choosing anew takes too long."""
     pace = request.step.tokens / prediction.step_s
+    request = replace(request, boundary_every=placement.schedule.boundary_every, waves=placement.schedule.waves)
     found = []
     for changed, setting, but in _changes(request):
         fit = choose(changed, placement.budget, hardware)

@@ -125,7 +125,8 @@ def test_tells_what_would_make_it_faster_and_that_holds_when_followed(capsys: py
     assert best["speedup"] > 1.1
     followed = as_json(capsys, "qwen2.5-72b", "rtx4090-256gb-1nvme", best["setting"].replace(" ", ""))["time"]
     assert isinstance(followed, dict)
-    assert followed["tokens_per_s"] == pytest.approx(best["speedup"] * first["tokens_per_s"], rel=1e-6)
+    # Followed, the plan may choose anew how it holds boundary activations, and be faster still.
+    assert followed["tokens_per_s"] >= best["speedup"] * first["tokens_per_s"] * (1 - 1e-6)
 
 
 def test_drive_life_cost_and_days_follow_from_the_step(capsys: pytest.CaptureFixture[str]) -> None:
