@@ -128,7 +128,8 @@ class CostModel:
 
     def _device_costs(self, step: StepShape) -> DeviceCosts:
         weight_bytes = buffer_types(self.placement.tier.model.precision)[Buffer.WEIGHT].bytes
-        return DeviceCosts(self.compute, step, self.hardware.device, weight_bytes)
+        chunk = self.placement.mlp_chunk_tokens
+        return DeviceCosts(self.compute, step, self.hardware.device, weight_bytes, chunk)
 
     def _weight_bytes(self, layer: LayerLayout) -> int:
         return layer.numel * buffer_types(self.placement.tier.model.precision)[Buffer.WEIGHT].bytes

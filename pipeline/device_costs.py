@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.activation_bytes import HEAD_CHUNK_TOKENS
 from pipeline.hardware import Device
 from pipeline.operations import Op
 from pipeline.shapes import ComputeShape, StepShape
-from tiers.layout import LayerKind, LayerLayout
+from tiers.layout import LayerKind, LayerLayout, TensorSpec
 
 KERNELS_S = 20e-6
 """Launches that one micro-batch of a layer leaves the device idle for."""
@@ -27,6 +28,8 @@ class DeviceCosts:
     device: Device
     weight_bytes: int
     """An element."""
+    mlp_chunk_tokens: int = 0
+    """Tokens that pass a recomputed layer's feed-forward network at a time; 0 for a micro-batch."""
 
     def seconds(self, op: Op, layer: LayerLayout, *, kept: bool, leaves: bool) -> float:
         """Of FORWARD, RECOMPUTE, HEAD or BACKWARD.
@@ -48,9 +51,17 @@ class DeviceCosts:
             return activations * (10 if backward else 4) / traffic + (leaving_s if backward else 0.0)
         if not backward:
             return self._decoder_s(Op.FORWARD, layer, kept)
-        # Each micro-batch's gradient is read in the weights' type and added to the fp32 sum.
-        added_s = self.step.micro_batches * layer.numel * 10 / traffic
+        # Each part's gradient is read in the weights' type and added to the fp32 sum.
+        added_s = self.step.micro_batches * self._passed(layer.tensors, kept) * 10 / traffic
         return self._decoder_s(op, layer, kept) + added_s + leaving_s
+
+    def _chunks(self, kept: bool) -> int:
+        """Parts in which a micro-batch passes a layer's feed-forward network."""
+        return 1 if kept or not self.mlp_chunk_tokens else -(-self.step.micro_batch_tokens // self.mlp_chunk_tokens)
+
+    def _passed(self, tensors: Iterable[TensorSpec], kept: bool) -> int:
+        """Elements of weights, those that are passed in several parts of a micro-batch as often."""
+        return sum(tensor.numel * (self._chunks(kept) if ".mlp." in tensor.name else 1) for tensor in tensors)
 
     def forward_flops(self, layer: LayerLayout) -> float:
         """Of a decoder layer."""
@@ -82,19 +93,26 @@ class DeviceCosts:
         device, micro_batches = self.device, self.step.micro_batches
         flops = self.forward_flops(layer)
         # The tail of a product is multiplied as its outputs are: as often as the inner dimension is long.
-        matrices = [tensor.shape for tensor in layer.tensors if len(tensor.shape) == 2]
-        tails = 2.0 * sum(inputs for _, inputs in matrices) * device.product_tail
+        chunks = self._chunks(kept)
+        matrices = [
+            (*tensor.shape, chunks if ".mlp." in tensor.name else 1)
+            for tensor in layer.tensors
+            if len(tensor.shape) == 2
+        ]
+        tails = 2.0 * sum(parts * inputs for _, inputs, parts in matrices) * device.product_tail
         passes = 1
         if op is Op.BACKWARD:
             passes = 3
             recompute = 0.0 if kept else flops - self._left_out_flops()
             flops = 2.0 * flops + recompute
             # The weights' gradients have tokens between, however they are cut into micro-batches.
-            tails = 2.0 * sum(outputs for outputs, _ in matrices) * device.product_tail + (0.0 if kept else tails)
+            back = 2.0 * sum(parts * outputs for outputs, _, parts in matrices) * device.product_tail
+            tails = back + (0.0 if kept else tails)
         # Where few tokens come to an expert, its weights take longer to read than to multiply.
-        weights_s = passes * micro_batches * layer.numel * self.weight_bytes / (device.memory_gbps * 1e9)
+        read_bytes = self._passed(layer.tensors, kept) * self.weight_bytes
+        weights_s = passes * micro_batches * read_bytes / (device.memory_gbps * 1e9)
         seconds = max((flops + micro_batches * tails) / self._rate, weights_s) + micro_batches * KERNELS_S
-        return max(seconds, micro_batches * passes * device.pass_s)
+        return max(seconds, micro_batches * passes * chunks * device.pass_s)
 
     @property
     def _rate(self) -> float:

@@ -71,6 +71,18 @@ def test_layers_are_chunked_only_where_the_device_lacks_something() -> None:
     assert choose_chunk_tokens(1 << 17, lambda chunk: DeviceFit(7, 4)) == 0, "another term is what lacks"
 
 
-@pytest.mark.parametrize(("room", "chosen"), [(16384, 16384), (10000, 8192), (2048, 2048)])
-def test_the_largest_chunk_that_helps_as_much_as_the_smallest_is_chosen(room: int, chosen: int) -> None:
-    assert choose_chunk_tokens(1 << 17, lambda chunk: DeviceFit(0, 0 if 0 < chunk <= room else 3)) == chosen
+@pytest.mark.parametrize(
+    ("fits", "chosen"),
+    [
+        ({0: (0, 3), 16384: (0, 0), 8192: (0, 0), 4096: (0, 0), 2048: (0, 0)}, 16384),
+        ({0: (0, 28), 16384: (0, 24), 8192: (0, 19), 4096: (0, 16), 2048: (0, 15)}, 8192),
+        ({0: (0, 5), 16384: (0, 6), 8192: (0, 6), 4096: (0, 6), 2048: (0, 4)}, 2048),
+        ({0: (9, 28), 16384: (3, 28), 8192: (0, 28), 4096: (0, 20), 2048: (0, 10)}, 8192),
+        ({0: (9, 28), 16384: (8, 28), 8192: (7, 28), 4096: (6, 28), 2048: (5, 28)}, 2048),
+    ],
+    ids=["all helps alike", "most of the help", "only the smallest helps", "what fits at all", "nothing fits"],
+)
+def test_the_largest_chunk_that_does_most_of_what_chunks_can_is_chosen(
+    fits: dict[int, tuple[int, int]], chosen: int
+) -> None:
+    assert choose_chunk_tokens(1 << 17, lambda chunk: DeviceFit(*fits[chunk])) == chosen
