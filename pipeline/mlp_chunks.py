@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 CHUNK_TOKENS = (16384, 8192, 4096, 2048)
-"""Sizes to choose from. Each chunk adds to the fp32 sums of all the network's weights: of 7B and 32,768 tokens, chunks of
-2,048 lengthen the way back through a layer by a tenth, those of 8,192 by a fiftieth (by `device_costs`, on an H200)."""
+"""Sizes to choose from. Each chunk adds to the fp32 sums of all the network's weights: of 7B and 32,768 tokens, chunks
+of 2,048 lengthen the way back through a layer by a tenth, those of 8,192 by a fiftieth (`device_costs`, on an H200)."""
 
 WORTH_OF_SMALLEST = 2 / 3
 """Share of the boundary activations that the smallest chunk keeps on the device with which a larger one does."""

@@ -214,6 +214,7 @@ def test_the_actor_does_what_the_class_does_bit_for_bit_and_survives_a_bad_batch
         finally:
             ray.kill(actor)
         local = run.step(1, batch)
-        assert remote == local
+        # This process may have compiled something for another test.
+        assert dataclasses.replace(remote, compiled_graphs=local.compiled_graphs) == local
         for name, gradient in run.gradients().items():
             np.testing.assert_array_equal(gradient, through_actor[name], err_msg=name)
