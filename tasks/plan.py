@@ -3,8 +3,9 @@
     python -m tasks.plan RECIPE [--hardware FILE] [--json] [--price-per-hour X] [--token-budget N] [--set KEY=VALUE]
 
 The step is the very graph that the run would submit, each operation priced by the rates of the machine. Without
---hardware this machine's memory decides and no time is predicted. Nothing is allocated, no weights and no data are
-read: the plan needs shapes alone. Data that is not where the recipe says is noted, for tasks.train would refuse it.
+--hardware this machine's memory decides and no time is predicted; what is chosen by time goes by the shipped machine
+that is most like this one, as tasks.train does. Nothing is allocated, no weights and no data are read: the plan needs
+shapes alone. Data that is not where the recipe says is noted, for tasks.train would refuse it.
 
 Exit status: 0 it fits, 1 it does not fit, 2 the input is refused.
 """
