@@ -77,9 +77,10 @@ def test_random_kills_end_in_the_same_bits_and_nothing_grows(recipe: Path) -> No
         sys.stdout.write(f"through kills:\n{growth}\n")
     last = f"checkpoints/step-{STEPS:06}"
     assert_same_state(run_dir / last, undisturbed / last)
-    in_steps.check(Limits(private_bytes=2 * MIB))
+    # Ray keeps some 100 bytes a call in whoever makes and takes it; a step has 75 here, an evaluation 200.
+    in_steps.check(Limits(private_bytes=STEPS // 3 * 100 * 300))
     for growth in through_kills:
-        growth.check(Limits(private_bytes=8 * MIB, descriptors=2, threads=2))
+        growth.check(Limits(private_bytes=16 * MIB, descriptors=2, threads=2))
     assert leftovers(shared) == []
 
 
