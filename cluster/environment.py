@@ -51,7 +51,7 @@ def settings(token_path: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # After the loss of one actor hundreds of calls fail alike; the driver asks for every result that matters.
         "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-        # Calls that `ray timeline` and the dashboard know, 3 KB each; Ray would keep 100,000. 28 layers take 200 a step.
+        # Calls that `ray timeline` and the dashboard know, 3 KB each; Ray would keep 100,000. A step has some 200.
         "RAY_task_events_max_num_task_in_gcs": "20000",
         # Logs of a component: 3 files of 16 MiB at most.
         "RAY_ROTATION_MAX_BYTES": str(16 << 20),
