@@ -101,8 +101,8 @@ class Run:
             assert time.monotonic() < deadline, f"no {what} within {GIVE_UP_S:.0f} s:\n{self.output()}"
             time.sleep(0.002)
 
-    def kill_at(self, step: int, title: str, victim: str | None = None) -> str:
-        """After `step`, kill the actor whose process shows a title that begins with `title`, or the actor `victim`.
+    def kill_at(self, step: int, shown: str, victim: str | None = None) -> str:
+        """After `step`, kill the actor whose process shows a title that begins with `shown`, or the actor `victim`.
 
         Returns:
             The title that was seen.
@@ -119,13 +119,13 @@ class Run:
             while time.monotonic() < until:
                 for worker in workers:
                     seen = title(worker.pid)
-                    if seen.startswith(title):
+                    if seen.startswith(shown):
                         os.kill(self._actor(victim) if victim else worker.pid, signal.SIGKILL)
                         return True
                 time.sleep(0.0005)  # an operation of the small model takes some milliseconds
             return False
 
-        self.wait_for(caught, f"{title} after step {step}")
+        self.wait_for(caught, f"{shown} after step {step}")
         return seen
 
     def spring(self, trap: Trap) -> None:
