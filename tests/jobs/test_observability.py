@@ -79,6 +79,10 @@ class Head:
 
     def run(self, *command: str, **environment: str) -> str:
         """Run one of our commands and return what it prints."""
+        return self.completed(*command, **environment).stdout
+
+    def completed(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run one of our commands, which must succeed."""
         completed = subprocess.run(
             [sys.executable, *command],
             env=self.environ | environment,
@@ -89,7 +93,7 @@ class Head:
             check=False,
         )
         assert completed.returncode == 0, completed.stdout + completed.stderr
-        return completed.stdout
+        return completed
 
     def recipe(self, name: str, *changes: tuple[str, str]) -> Path:
         """Write the recipe of a run called `name`, with some of its text changed."""
@@ -121,7 +125,8 @@ def seen(head: Head) -> Seen:
     state = StateDirectory(head.root / "state").load()
     assert state is not None
     recipe = head.recipe("observed")
-    submitted = head.run("-m", "cluster.submit", "--no-wait", "--", "python", "-m", "tasks.train", str(recipe))
+    submit = ("-m", "cluster.submit", "--no-wait", "--")
+    submitted = head.completed(*submit, "python", "-m", "tasks.train", str(recipe)).stderr
     job = re.search(r"raysubmit_\w+", submitted)
     assert job is not None, submitted
     client = client_environment(
