@@ -20,6 +20,9 @@ from support.traps import ACTORS
 MIB = 1 << 20
 KINDS = {kind: name for name, kind in ACTORS.items()}
 OPERATIONS = {str(op): "optimizer-0" if actor == "optimizer" else actor for op, actor in ACTOR_OF.items()}
+BOUNDS = {"log_monitor": 240}
+"""Descriptors that a process may hold whatever it held before: Ray's reader of logs closes those of ended processes
+only when it has 200 open."""
 LOOKS = 9
 """At least, for medians of three thirds to mean something."""
 
@@ -28,7 +31,7 @@ class Look(NamedTuple):
     """What a process holds."""
 
     private_bytes: int
-    """Memory of its own: the arena is not part of it, nor are libraries that others have mapped too."""
+    """Memory of its own: neither the arena nor mapped files, of which the share depends on who else has them mapped."""
     resident_bytes: int
     descriptors: int
     threads: int
@@ -52,9 +55,11 @@ class Growth:
     def look(self, run: Run) -> None:
         """Look now."""
         for name, process in processes(run):
-            with suppress(psutil.Error), process.oneshot():
-                memory = process.memory_full_info()
-                self.looks[name].append(Look(memory.uss, memory.rss, process.num_fds(), process.num_threads()))
+            with suppress(psutil.Error, OSError), process.oneshot():
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                private_bytes = int(status.partition("RssAnon:")[2].split()[0]) << 10
+                look = Look(private_bytes, process.memory_info().rss, process.num_fds(), process.num_threads())
+                self.looks[name].append(look)
 
     def check(self, limits: Limits) -> None:
         """Fail naming the process that grew."""
@@ -64,7 +69,7 @@ class Growth:
             before, after = _thirds(looks)
             text = f"{name} grew from {before} to {after} in {len(looks)} looks: {looks}"
             assert after.private_bytes <= before.private_bytes + limits.private_bytes, text
-            assert after.descriptors <= before.descriptors + limits.descriptors, text
+            assert after.descriptors <= max(before.descriptors + limits.descriptors, BOUNDS.get(name, 0)), text
             assert after.threads <= before.threads + limits.threads, text
 
     def __str__(self) -> str:
@@ -86,7 +91,6 @@ def processes(run: Run) -> Iterator[tuple[str, psutil.Process]]:
     """Every process of a run with what it is: driver, actors by name, Ray's own by theirs."""
     driver = psutil.Process(run.process.pid)
     yield "driver", driver
-    idle = 0
     for process in driver.children(recursive=True):
         shown = title(process.pid)
         if not shown.startswith("ray::"):
@@ -96,10 +100,7 @@ def processes(run: Run) -> Iterator[tuple[str, psutil.Process]]:
             continue
         work = shown.removeprefix("ray::")
         name = KINDS.get(work.split(".")[0]) or OPERATIONS.get(work.removeprefix("re").split("[")[0])
-        name = name or OPERATIONS.get(work.split("[")[0])
-        if name is None:
-            idle += 1
-        yield name or f"worker-{idle}", process
+        yield name or OPERATIONS.get(work.split("[")[0]) or shown, process
 
 
 def leftovers(before: set[str]) -> list[str]:

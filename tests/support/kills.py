@@ -68,6 +68,8 @@ class Run:
     process: subprocess.Popen[bytes]
     inside: Path | None = None
     """Folder of its traps."""
+    filled_before: int = 0
+    """Times that earlier runs with the same log have filled actors."""
 
     def step(self) -> int:
         """Last finished step."""
@@ -135,9 +137,10 @@ class Run:
         """
         assert self.inside is not None
         folder = self.inside
+        if only_at_start := trap.point == "restore" or trap.point.startswith("start "):
+            self.wait_for(lambda: self.said(": done in ") > self.filled_before, "filled actors")
         trap.arm(folder, self.process.pid)
-        if trap.point == "restore" or trap.point.startswith("start "):
-            self.wait_for(lambda: self.said(": done in ") > 0, "filled actors")
+        if only_at_start:
             os.kill(int((folder / f"{ACTORS['compute']}.pid").read_text()), signal.SIGKILL)
         deadline = time.monotonic() + GIVE_UP_S
         while not Trap.sprung(folder):
@@ -213,11 +216,12 @@ def running(
         environment |= {ROOT: str(durable)}
     for option in options:
         command += ["--set", option]
+    earlier = log.read_text(errors="replace") if log.exists() else ""
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=environment, start_new_session=True
         )
-    run = Run(recipe, run_dir, log, process, inside)
+    run = Run(recipe, run_dir, log, process, inside, earlier.count(": done in "))
     try:
         yield run
     finally:
