@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,13 @@ def test_the_kernels_setting_says_whether_shared_memory_gets_huge_pages(tmp_path
         words = ["always", "within_size", "advise", "never", "deny", "force"]
         setting.write_text(" ".join(f"[{word}]" if word == selected else word for word in words) + "\n")
         assert shared_memory_has_huge_pages(setting) is wanted
+
+
+def test_memory_that_an_ending_process_still_holds_is_waited_for(tmp_path: Path) -> None:
+    machine, later = Machine(tmp_path / "now", 100, "0::/\n"), Machine(tmp_path / "later", 4000, "0::/\n")
+    with pytest.raises(HostMemoryError, match="are available"):
+        require_host_memory(500 * MIB, wait_s=0.05, proc=machine.proc, cgroups=machine.cgroups)
+    freed = threading.Timer(0.2, (later.proc / "meminfo").replace, (machine.proc / "meminfo",))
+    freed.start()
+    require_host_memory(500 * MIB, wait_s=60.0, proc=machine.proc, cgroups=machine.cgroups)
+    freed.join()
