@@ -5,7 +5,7 @@ Token ids are the one array among them (kilobytes a step); weights, gradients an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -68,8 +68,8 @@ class StepResult:
     non_finite: str | None
     """Name of the first layer whose gradient is not finite, or `loss`; None where all is finite."""
     gpu_peak_bytes: int
-    compiled_graphs: int
-    """By the compute process since it started; a rise in later steps is time lost."""
+    compiled_graphs: int = field(compare=False)
+    """By the compute process since it started, no part of what a step computes. A rise in later steps is time lost."""
 
 
 @dataclass(frozen=True, slots=True)
