@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pipeline.operations import Key, Op
+from pipeline.step.operations import Key, Op
 
 ACTORS = {
     Op.BEGIN: "compute",

@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 from pipeline.call_states import ACTORS, Call, CallState
 from pipeline.crew import Crew, optimizer_name
 from pipeline.messages import Batch, LossSum, StepControl, StepResult
-from pipeline.operations import Key, Op, Operation
 from pipeline.schedule import SchedulePlan, build_evaluation, build_snapshot, build_step
+from pipeline.step.operations import Key, Op, Operation
 from tiers.shards import FileRecord
 
 Ref = Any

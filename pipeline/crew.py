@@ -23,7 +23,7 @@ from pipeline.compute import ComputeActor, ComputeSettings
 from pipeline.errors import ActorLostError
 from pipeline.families import ModelSpec
 from pipeline.messages import Lane, LaneSpan
-from pipeline.optimizer_pool import OptimizerActor, OptimizerSettings
+from pipeline.updates.optimizer_pool import OptimizerActor, OptimizerSettings
 from tiers.arena_users import ArenaIdentity
 from tiers.host_memory import require_host_memory
 from tiers.layout import ArenaMap, TierPlan

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipeline.footprint import GIB, TIER_NAMES, Place, total
-from pipeline.hardware import Hardware
-from pipeline.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
-from pipeline.placement_choice import choose
-from pipeline.placement_request import MemoryBudget, Placement, PlacementRequest
-from pipeline.placement_search import solve
-from pipeline.remedies import refusal
-from pipeline.shapes import ProcessShape
+from pipeline.memory.footprint import GIB, TIER_NAMES, Place, total
+from pipeline.memory.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
+from pipeline.memory.placement_request import MemoryBudget, Placement, PlacementRequest
+from pipeline.memory.placement_search import solve
+from pipeline.memory.remedies import refusal
+from pipeline.memory.shapes import ProcessShape
+from pipeline.prediction.hardware import Hardware
+from pipeline.prediction.placement_choice import choose
 from tiers.quantities import shown_bytes
 
 __all__ = [

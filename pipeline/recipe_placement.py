@@ -12,17 +12,17 @@ from pathlib import Path
 
 import torch
 
-from pipeline.assumed_hardware import assumed_hardware
 from pipeline.errors import PipelineError, UnsupportedModelError
 from pipeline.families import ModelSpec, load_model_spec, model_layout, read_config
 from pipeline.families.planned import PLANNED, planned_model
 from pipeline.families.registry import PLANNED_ONLY
-from pipeline.footprint import GIB
-from pipeline.hardware import Hardware
+from pipeline.memory.footprint import GIB
+from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
 from pipeline.placement import MemoryBudget, Placement, PlacementRequest, place, ram_for_state
-from pipeline.placement_choice import micro_batches_of
+from pipeline.prediction.assumed_hardware import assumed_hardware
+from pipeline.prediction.hardware import Hardware
+from pipeline.prediction.placement_choice import micro_batches_of
 from pipeline.recipe import Recipe
-from pipeline.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.host_memory import available_host_bytes
 from tiers.layout import ModelLayout
 

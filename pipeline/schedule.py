@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.graph import Graph, Resource
-from pipeline.operations import Key, Op, Operation
-from pipeline.schedule_plan import SchedulePlan
-from pipeline.streaming_order import StreamingOrder
-from pipeline.sum_order import SumOrder
-from pipeline.update_order import UpdateOrder
+from pipeline.step.graph import Graph, Resource
+from pipeline.step.operations import Key, Op, Operation
+from pipeline.step.schedule_plan import SchedulePlan
+from pipeline.step.streaming_order import StreamingOrder
+from pipeline.step.sum_order import SumOrder
+from pipeline.step.update_order import UpdateOrder
 
 __all__ = ["SchedulePlan", "build_evaluation", "build_snapshot", "build_step"]
 

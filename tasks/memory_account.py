@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.footprint import Place, Term
+from pipeline.memory.footprint import Place, Term
 from pipeline.placement import Placement
 
 FILE_NAME = "memory.json"

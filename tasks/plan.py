@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.command_line import CommandParser, count, not_negative
-from pipeline.costs import CostModel
 from pipeline.crew import default_optimizer_actors
 from pipeline.errors import PipelineError
-from pipeline.hardware import Hardware, HardwareError, find_hardware, load_hardware
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
+from pipeline.prediction.costs import CostModel
+from pipeline.prediction.hardware import Hardware, HardwareError, find_hardware, load_hardware
+from pipeline.prediction.simulate import simulate
 from pipeline.recipe import Recipe, RecipeError, load_recipe
 from pipeline.recipe_placement import MachineMemory, place_recipe, planned_only, request_of, shape_of
-from pipeline.simulate import simulate
 from tasks.data.settings import DataError
 from tasks.data.sources import find_files
 from tasks.plan_advice import advice

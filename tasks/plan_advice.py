@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipeline.costs import CostModel
-from pipeline.hardware import Hardware
 from pipeline.placement import Placement, PlacementRequest
-from pipeline.placement_choice import choose
-from pipeline.simulate import Prediction, simulate
+from pipeline.prediction.costs import CostModel
+from pipeline.prediction.hardware import Hardware
+from pipeline.prediction.placement_choice import choose
+from pipeline.prediction.simulate import Prediction, simulate
 
 WORTHWHILE = 1.1
 """Tokens a second, as a multiple of the plan's, from which a change is told: a prediction is off by a few percent."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from pipeline.footprint import Place
+from pipeline.memory.footprint import Place
 from pipeline.placement import Placement
+from pipeline.prediction.simulate import Prediction
 from pipeline.recipe import Recipe
-from pipeline.simulate import Prediction
 from tasks.plan_advice import Advice
 from tiers.layout import LayerHome
 from tiers.shards import store_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.footprint import TIER_NAMES, Place
+from pipeline.memory.footprint import TIER_NAMES, Place
 from pipeline.placement import Placement, boundaries_in_words
 from tasks.plan_report import SECONDS_A_DAY, HomeRange, Plan, TimeFigures, home_ranges
 from tiers.quantities import shown_bytes, shown_count, shown_duration

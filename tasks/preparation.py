@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.compute_settings import ComputeSettings
+from pipeline.compute.settings import ComputeSettings
 from pipeline.crew import CrewSettings, default_optimizer_actors
 from pipeline.families import ModelSpec
-from pipeline.footprint import GIB
-from pipeline.optimizer_pool import OptimizerSettings
+from pipeline.memory.footprint import GIB
 from pipeline.placement import Placement, preflight
 from pipeline.recipe import Recipe
 from pipeline.recipe_placement import MachineMemory, place_recipe, shape_of, spec_of
+from pipeline.updates.optimizer_pool import OptimizerSettings
 from tasks.data.dataset import PackedDataset, open_dataset
 from tasks.data.settings import DataSettings
 from tasks.model_source import check_source

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.command_line import CommandParser, positive
-from pipeline.hardware import GIB, Hardware, Host, hardware_toml
+from pipeline.prediction.hardware import GIB, Hardware, Host, hardware_toml
 from tasks.probe_device import busy_device, measure_device, measure_link
 from tasks.probe_host import copy_gbps, measure_nvme, update_gparams_per_s
 from tiers.errors import ShardError

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pipeline.hardware import GIB, Device, Link
+from pipeline.prediction.hardware import GIB, Device, Link
 from tiers.host_memory import available_host_bytes
 
 GEMM_SIZE = 8192

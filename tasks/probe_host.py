@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.adamw import OptimizerSettings, Scalars, update
-from pipeline.hardware import Nvme
+from pipeline.prediction.hardware import Nvme
+from pipeline.updates.adamw import OptimizerSettings, Scalars, update
 from tiers.checksum import ByteArray
 from tiers.direct_file import preallocate
 from tiers.direct_io import DirectIO, FileBlocks

@@ -31,7 +31,7 @@ from cluster.command_line import CommandParser
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.join import connect, require_resources
 from pipeline.errors import PipelineError
-from pipeline.footprint import Place
+from pipeline.memory.footprint import Place
 from pipeline.placement import summary
 from pipeline.recipe import load_recipe, recipe_toml
 from tasks.attempt import Launch

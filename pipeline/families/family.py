@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.attention import AttentionContext
+from pipeline.families.attention import AttentionContext
 from pipeline.families.registry import FAMILIES, LayerBlocks
 from pipeline.families.spec import ModelSpec
 

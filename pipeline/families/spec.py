@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.attention import ATTENTION_NAME
 from pipeline.errors import UnsupportedModelError
+from pipeline.families.attention import ATTENTION_NAME
 from pipeline.families.refusals import refusals
 from pipeline.families.registry import FAMILIES, PLANNED_ONLY
 from tiers.layout import Precision

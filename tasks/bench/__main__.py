@@ -31,7 +31,7 @@ from cluster.command_line import CommandParser, count, positive
 from cluster.join import connect
 from pipeline.errors import PipelineError
 from pipeline.families import model_layout
-from pipeline.hardware import find_hardware, load_hardware
+from pipeline.prediction.hardware import find_hardware, load_hardware
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe_placement import spec_of
 from tasks.bench.checkpoint import measure_checkpoints

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from pipeline.costs import CostModel
-from pipeline.device_footprint import NOT_IN_TORCH_PEAK
-from pipeline.footprint import Place, total
-from pipeline.hardware import Hardware
-from pipeline.host_footprint import NOT_IN_HELD_BYTES, RUNNING_BEFORE_ALLOCATION
+from pipeline.memory.device_footprint import NOT_IN_TORCH_PEAK
+from pipeline.memory.footprint import Place, total
+from pipeline.memory.host_footprint import NOT_IN_HELD_BYTES, RUNNING_BEFORE_ALLOCATION
 from pipeline.placement import Placement
+from pipeline.prediction.costs import CostModel
+from pipeline.prediction.hardware import Hardware
+from pipeline.prediction.simulate import simulate
 from pipeline.recipe_placement import request_of, shape_of
-from pipeline.simulate import simulate
 from tasks.bench.step import StepReport
 from tasks.preparation import Preparation
 

@@ -14,7 +14,7 @@ import ray
 from pipeline.actor_processes import ActorProcesses
 from pipeline.compute import Compute
 from pipeline.crew import Crew
-from pipeline.optimizer_pool import Optimizer
+from pipeline.updates.optimizer_pool import Optimizer
 from tasks.preparation import Preparation
 from tiers.parameter_tier import ParameterTier
 from tiers.prefetcher import Prefetcher

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.messages import StepControl
-from pipeline.optimizer_pool import Optimizer, OptimizerSettings
+from pipeline.updates.optimizer_pool import Optimizer, OptimizerSettings
 from tiers.arena import Arena
 from tiers.layout import ArenaMap, Buffer, ElementType, LayerHome, LayerKind, ModelLayout, Precision, TierPlan
 from tiers.parameter_tier import ParameterTier, TierHandle

@@ -15,8 +15,8 @@ import torch
 from pipeline.compute import Compute
 from pipeline.families.flops import model_flops_per_token
 from pipeline.messages import StepControl
-from pipeline.operations import Op, Pass
 from pipeline.schedule import SchedulePlan, build_step
+from pipeline.step.operations import Op, Pass
 from tasks.bench.synthetic import random_batch
 from tasks.preparation import Preparation
 from tiers.layout import LayerHome, TierPlan

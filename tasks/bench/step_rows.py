@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from cluster.join import connect
-from pipeline.hardware import Hardware
+from pipeline.prediction.hardware import Hardware
 from pipeline.recipe import load_recipe
 from tasks.bench.comparison import compare
 from tasks.bench.roof import RoofReport, measure_roof

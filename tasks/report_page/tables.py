@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from pipeline.footprint import TIER_NAMES, Place
+from pipeline.memory.footprint import TIER_NAMES, Place
 from tasks.memory_account import MemoryAccount
 from tasks.report_page.run_record import STALL, RunRecord
 from tasks.report_page.step_lanes import StepLanes

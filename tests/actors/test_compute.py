@@ -13,11 +13,11 @@ import ray
 import torch
 
 from pipeline.compute import ComputeActor, ComputeSettings
-from pipeline.compute_settings import ComputeSettings as SettingsOfDriver
+from pipeline.compute.settings import ComputeSettings as SettingsOfDriver
 from pipeline.errors import DeviceMemoryError, TokenIdError
 from pipeline.messages import Batch, Lane, StepControl, StepResult
-from pipeline.operations import Op
 from pipeline.schedule import build_step
+from pipeline.step.operations import Op
 from support.local_compute import LocalCompute, local_compute
 from support.tiny import VOCABULARY, random_batch, tiny_config
 

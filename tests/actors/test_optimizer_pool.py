@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import ray
 
-from pipeline import adamw
-from pipeline.adamw import OptimizerSettings, Scalars
 from pipeline.messages import Lane, StepControl
-from pipeline.optimizer_pool import Optimizer, OptimizerActor, decay_runs, part_of
+from pipeline.updates import adamw
+from pipeline.updates.adamw import OptimizerSettings, Scalars
+from pipeline.updates.optimizer_pool import Optimizer, OptimizerActor, decay_runs, part_of
 from support.masters import master_of
 from tiers.arena import Arena
 from tiers.layout import (

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline.messages import StepControl
-from pipeline.operations import Op
 from pipeline.schedule import build_step
+from pipeline.step.operations import Op
 from support.inline import Case, inline_run
 from support.tiny import random_batch, tiny_config
 from tiers.layout import Precision

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.attention import AttentionContext
-from pipeline.template import KeptGraph, LayerTemplate
+from pipeline.compute.template import KeptGraph, LayerTemplate
+from pipeline.families.attention import AttentionContext
 from support.inline import Case, inline_run
 from support.tiny import random_batch, tiny_config
 from tiers.layout import Precision

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipeline.attention import build_attention_context
+from pipeline.compute.head import Head
+from pipeline.compute.template import LayerTemplate, tensor_views
 from pipeline.errors import UnsupportedModelError
 from pipeline.families import ModelSpec, family_of, load_model_spec, model_layout
-from pipeline.head import Head
+from pipeline.families.attention import build_attention_context
 from pipeline.messages import IGNORED
-from pipeline.template import LayerTemplate, tensor_views
 from tiers.layout import Precision
 
 SIZES = {

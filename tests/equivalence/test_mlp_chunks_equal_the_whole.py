@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from pipeline.attention import AttentionContext, build_attention_context
+from pipeline.compute.layer_halves import chunks_of
+from pipeline.compute.template import LayerTemplate
 from pipeline.families import family_of, load_model_spec, model_layout
-from pipeline.layer_halves import chunks_of
-from pipeline.template import LayerTemplate
+from pipeline.families.attention import AttentionContext, build_attention_context
 from support.local_compute import local_compute
 from support.tiny import FAMILIES, random_batch, tiny_config
 from tiers.layout import Precision

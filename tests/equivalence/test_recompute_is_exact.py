@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from pipeline.attention import AttentionContext, build_attention_context
+from pipeline.compute.recompute import UncomputedLinear, leave_out
+from pipeline.compute.template import LayerTemplate
 from pipeline.families import family_of, load_model_spec, model_layout
-from pipeline.recompute import UncomputedLinear, leave_out
-from pipeline.template import LayerTemplate
+from pipeline.families.attention import AttentionContext, build_attention_context
 from support.tiny import FAMILIES, tiny_config
 from tiers.layout import Precision
 

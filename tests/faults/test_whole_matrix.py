@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.operations import Op
+from pipeline.step.operations import Op
 from support.chosen_homes import NARROW, ROOMY, Homes
 from support.file_changes import changes
 from support.kills import assert_same_run, running

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.adamw import OptimizerSettings, Scalars, update
+from pipeline.updates.adamw import OptimizerSettings, Scalars, update
 from tiers.master import split_master
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -33,7 +33,7 @@ def edge_state(n: int = 200_000) -> list[np.ndarray]:
 @pytest.mark.parametrize("state", [random_state(), edge_state()], ids=["random", "edges"])
 @pytest.mark.parametrize("step", [1, 1000])
 def test_every_bit_is_that_of_the_host(step: int, state: list[np.ndarray], bf16_gradient: bool, split: bool) -> None:
-    from pipeline.adamw_cuda import update_on_gpu
+    from pipeline.updates.adamw_cuda import update_on_gpu
 
     scalars = Scalars.of(SETTINGS, lr=3e-4, applied_steps=step, clip_coefficient=0.37, decay=step == 1)
     weight, exp_avg, exp_avg_sq, gradient = (array.copy() for array in state)

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from pipeline.attention import AttentionContext, build_attention_context
+from pipeline.compute.head import Head
+from pipeline.compute.template import LayerTemplate
 from pipeline.families import Family, family_of, load_model_spec, model_layout
-from pipeline.head import Head
+from pipeline.families.attention import AttentionContext, build_attention_context
 from pipeline.messages import IGNORED
-from pipeline.template import LayerTemplate
 from tiers.layout import LayerLayout, Precision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from pipeline.activation_bytes import work_term
-from pipeline.attention import build_attention_context
+from pipeline.compute.template import LayerTemplate
 from pipeline.families import family_of, load_model_spec, model_layout
-from pipeline.shapes import ComputeShape
-from pipeline.template import LayerTemplate
+from pipeline.families.attention import build_attention_context
+from pipeline.memory.activation_bytes import work_term
+from pipeline.memory.shapes import ComputeShape
 from tiers.layout import Precision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from pipeline.device import register_host_memory, unregister_host_memory
+from pipeline.compute.device import register_host_memory, unregister_host_memory
 from tiers.arena import Arena
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

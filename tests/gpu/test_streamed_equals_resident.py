@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from pipeline.compute import ComputeSettings
-from pipeline.learning_rate import LearningRate
+from pipeline.updates.learning_rate import LearningRate
 from support.inline import Case, inline_run
 from support.plain_loop import PlainLoop, norm_of
 from support.tiny import random_batch

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.activations import Boundaries
-from pipeline.carried_sums import CarriedSums
 from pipeline.compute import Compute, ComputeSettings
-from pipeline.device_slots import WeightSlots
+from pipeline.compute.activations import Boundaries
+from pipeline.compute.carried_sums import CarriedSums
+from pipeline.compute.device_slots import WeightSlots
+from pipeline.compute.gradient_buffers import Accumulators, OutgoingGradients
+from pipeline.compute.spans import SpanRecorder
+from pipeline.compute.streams import open_streams
 from pipeline.families import load_model_spec, model_layout
-from pipeline.gradient_buffers import Accumulators, OutgoingGradients
 from pipeline.messages import Lane
-from pipeline.spans import SpanRecorder
-from pipeline.streams import open_streams
 from support.local_compute import LR, local_compute
 from support.tiny import random_batch, tiny_config
 from tiers.layout import ElementType, LayerHome, LayerKind, ModelLayout, Precision, TierPlan
@@ -229,7 +229,7 @@ def test_memory_that_cannot_be_registered_is_an_error_that_names_the_limit() -> 
     # In a process of its own: the driver's refusal stays behind as the last CUDA error.
     code = (
         "import torch\n"
-        "from pipeline.device import register_host_memory\n"
+        "from pipeline.compute.device import register_host_memory\n"
         "torch.cuda.init()\n"
         "memory = torch.zeros(1 << 20, dtype=torch.uint8)\n"
         "register_host_memory(memory.data_ptr(), memory.nbytes)\n"

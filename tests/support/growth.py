@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from pipeline.call_states import ACTORS as ACTOR_OF
-from pipeline.operations import Op
+from pipeline.step.operations import Op
 from support.kills import Run, title
 from support.traps import ACTORS
 

@@ -13,12 +13,12 @@ import torch
 
 from pipeline.compute import Compute, ComputeSettings
 from pipeline.families import ModelSpec, load_model_spec, model_layout
-from pipeline.homes import homes
-from pipeline.learning_rate import LearningRate
+from pipeline.memory.homes import homes
 from pipeline.messages import Batch, StepControl, StepResult
-from pipeline.operations import Op
-from pipeline.optimizer_pool import Optimizer, OptimizerSettings
 from pipeline.schedule import SchedulePlan, build_step
+from pipeline.step.operations import Op
+from pipeline.updates.learning_rate import LearningRate
+from pipeline.updates.optimizer_pool import Optimizer, OptimizerSettings
 from tiers.layout import Buffer, ElementType, Precision, TierPlan
 from tiers.master import join_master
 from tiers.parameter_tier import ParameterTier, TierHandle

@@ -10,10 +10,10 @@ import torch
 
 from pipeline.compute import Compute, ComputeSettings
 from pipeline.families import load_model_spec, model_layout
-from pipeline.learning_rate import LearningRate
 from pipeline.messages import Batch, LossSum, StepControl, StepResult
-from pipeline.operations import Op
 from pipeline.schedule import SchedulePlan, build_evaluation, build_step
+from pipeline.step.operations import Op
+from pipeline.updates.learning_rate import LearningRate
 from tiers.initialise import initialise_layer
 from tiers.layout import ArenaMap, ElementType, Extent, LayerHome, Precision, TierPlan
 from tiers.parameter_tier import ParameterTier

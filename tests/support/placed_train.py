@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from pipeline.homes import homes, without_ram_gradients
+from pipeline.memory.homes import homes, without_ram_gradients
 from pipeline.placement import Placement
 from support.chosen_homes import HOMES, Homes
 from tasks import preparation, train

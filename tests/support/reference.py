@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.learning_rate import LearningRate
 from pipeline.messages import IGNORED, Batch
+from pipeline.updates.learning_rate import LearningRate
 
 
 @dataclass

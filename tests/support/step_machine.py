@@ -6,8 +6,8 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from pipeline.operations import Key, Op
 from pipeline.schedule import SchedulePlan, build_step
+from pipeline.step.operations import Key, Op
 from tiers.layout import LayerKind
 
 

@@ -31,7 +31,7 @@ INSIDE = "MEGATRAIN_INSIDE"
 """Variable that names the folder where test and processes meet."""
 RUN_DIR = "MEGATRAIN_RUN_DIR"
 
-MODULES = ("tiers.parameter_tier", "tiers.prefetcher", "pipeline.optimizer_pool", "pipeline.compute")
+MODULES = ("tiers.parameter_tier", "tiers.prefetcher", "pipeline.updates.optimizer_pool", "pipeline.compute.compute")
 OPERATIONS = {
     "ParameterTier": (),
     "Prefetcher": ("load_weights", "load_state", "store_state", "snapshot", "restore"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.activations import Boundaries
-from pipeline.streams import open_streams
+from pipeline.compute.activations import Boundaries
+from pipeline.compute.streams import open_streams
 
 CPU = torch.device("cpu")
 SHAPE = (2, 3, 8)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import adamw
-from pipeline.adamw import OptimizerSettings, Scalars, update
+from pipeline.updates import adamw
+from pipeline.updates.adamw import OptimizerSettings, Scalars, update
 from tiers.master import join_master, split_master
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -184,7 +184,7 @@ def test_an_array_that_does_not_match_is_refused() -> None:
 INSPECT = """
 import numpy as np
 import numba
-import pipeline.adamw as adamw
+import pipeline.updates.adamw as adamw
 float32, uint16, int16 = numba.float32[::1], numba.uint16[::1], numba.int16[::1]
 scalars = numba.typeof(adamw.Scalars(*[np.float32(1)] * 8))
 for kernel, types in (
@@ -208,15 +208,16 @@ def test_kernels_are_vectorised_and_contract_nothing() -> None:
 
 
 def test_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
-    package = tmp_path / "pipeline"
-    package.mkdir()
+    package = tmp_path / "pipeline" / "updates"
+    package.mkdir(parents=True)
     (package / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
     (package / "adamw.py").write_text(Path(adamw.__file__).read_text())
     program = (
         "import numba.core.caching as caching\n"
         "caching.CacheImpl._locator_classes = []\n"
         "import numpy as np\n"
-        "from pipeline.adamw import *\n"
+        "from pipeline.updates.adamw import *\n"
         "w, m, v, g = (np.ones(8, np.float32) for _ in range(4))\n"
         "settings = OptimizerSettings((0.9, 0.95), 1e-8, 0.1)\n"
         "s = Scalars.of(settings, lr=0.1, applied_steps=1, clip_coefficient=1.0, decay=True)\n"

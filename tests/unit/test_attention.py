@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.attention import AttentionContext, build_attention_context
+from pipeline.families.attention import AttentionContext, build_attention_context
 
 TABLES = (torch.zeros(1, 8, 4), torch.zeros(1, 8, 4))
 

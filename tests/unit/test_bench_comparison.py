@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.footprint import GIB, Place
-from pipeline.hardware import find_hardware, load_hardware
+from pipeline.memory.footprint import GIB, Place
+from pipeline.prediction.hardware import find_hardware, load_hardware
 from pipeline.recipe import load_recipe
 from pipeline.stalls import Stalls
 from tasks.bench.comparison import Figure, compare

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.footprint import Place
-from pipeline.hardware import find_hardware, load_hardware
+from pipeline.memory.footprint import Place
+from pipeline.prediction.hardware import find_hardware, load_hardware
 from pipeline.recipe import load_recipe
 from tasks.plan import make_plan
 from tasks.plan_report import Plan

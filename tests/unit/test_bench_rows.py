@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.footprint import GIB
+from pipeline.memory.footprint import GIB
 from pipeline.stalls import Stalls
 from tasks.bench.__main__ import main
 from tasks.bench.comparison import Figure

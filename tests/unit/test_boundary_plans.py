@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
-from pipeline.costs import CostModel
-from pipeline.device_footprint import device_terms
-from pipeline.footprint import GIB, Place, total
-from pipeline.hardware import Device, Hardware, Host, Link
-from pipeline.host_footprint import arena_terms
-from pipeline.layer_groups import LayerGroups
+from pipeline.memory.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
+from pipeline.memory.device_footprint import device_terms
+from pipeline.memory.footprint import GIB, Place, total
+from pipeline.memory.host_footprint import arena_terms
+from pipeline.memory.placement_search import variants
+from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place, summary
-from pipeline.placement_choice import choose
-from pipeline.placement_search import variants
-from pipeline.shapes import ComputeShape, ProcessShape, StepShape
-from pipeline.simulate import simulate
+from pipeline.prediction.costs import CostModel
+from pipeline.prediction.hardware import Device, Hardware, Host, Link
+from pipeline.prediction.placement_choice import choose
+from pipeline.prediction.simulate import simulate
+from pipeline.step.layer_groups import LayerGroups
 from tiers.layout import (
     ArenaMap,
     InitKind,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.device_slots import WeightSlots
-from pipeline.gradient_buffers import Accumulators, OutgoingGradients, sum_of_squares
+from pipeline.compute.device_slots import WeightSlots
+from pipeline.compute.gradient_buffers import Accumulators, OutgoingGradients, sum_of_squares
+from pipeline.compute.spans import SpanRecorder
+from pipeline.compute.streams import open_streams
 from pipeline.messages import Lane
-from pipeline.operations import EMBEDDING_SLOT, HEAD_SLOT
-from pipeline.spans import SpanRecorder
-from pipeline.streams import open_streams
+from pipeline.step.operations import EMBEDDING_SLOT, HEAD_SLOT
 from tiers.layout import InitKind, LayerKind, LayerLayout, ModelLayout, Precision, TensorSpec, place_tensors
 
 CPU = torch.device("cpu")

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.device_footprint import NOT_IN_TORCH_PEAK, device_terms
 from pipeline.families import load_model_spec, model_layout
-from pipeline.footprint import GIB, total
-from pipeline.homes import homes
-from pipeline.host_footprint import NOT_IN_HELD_BYTES, arena_terms, process_terms
-from pipeline.shapes import ComputeShape, ProcessShape, StepShape
+from pipeline.memory.device_footprint import NOT_IN_TORCH_PEAK, device_terms
+from pipeline.memory.footprint import GIB, total
+from pipeline.memory.homes import homes
+from pipeline.memory.host_footprint import NOT_IN_HELD_BYTES, arena_terms, process_terms
+from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
 from tiers.layout import ElementType, ModelLayout, Precision, TierPlan
 
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from pipeline.head import Head
+from pipeline.compute.head import Head
 from pipeline.messages import IGNORED
 
 HIDDEN, VOCABULARY = 16, 53

@@ -51,3 +51,32 @@ def test_the_packages_are_this_checkouts_and_not_namesakes(package: str) -> None
 @pytest.mark.parametrize("package", ALLOWED)
 def test_no_folder_of_tests_is_named_after_a_package(package: str) -> None:
     assert not (REPOSITORY / "tests" / package).exists()
+
+
+PARTS_OF_THE_PIPELINE = {
+    "recipe": {"updates"},
+    "step": set(),
+    "updates": set(),
+    "families": set(),
+    "memory": {"step"},
+    "prediction": {"memory", "step"},
+    "compute": {"families", "memory", "step", "updates"},
+}
+"""Folder -> folders that it may import from. What lies beside them runs the whole and may import any."""
+
+
+@pytest.mark.parametrize("part", PARTS_OF_THE_PIPELINE)
+def test_a_part_of_the_pipeline_imports_only_parts_below_it(part: str) -> None:
+    folder = REPOSITORY / "pipeline" / part
+    imported = {
+        name.split(".")[1]
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.ImportFrom) and (name := node.module or "").startswith("pipeline.")
+    }
+    assert imported & set(PARTS_OF_THE_PIPELINE) <= PARTS_OF_THE_PIPELINE[part] | {part}
+
+
+def test_every_folder_of_the_pipeline_has_its_place_in_the_order() -> None:
+    folders = {path.parent.name for path in (REPOSITORY / "pipeline").glob("*/__init__.py")}
+    assert folders == set(PARTS_OF_THE_PIPELINE)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.activation_bytes import kept_graph_bytes
-from pipeline.attention import build_attention_context
+from pipeline.compute.template import LayerTemplate
 from pipeline.families import family_of, load_model_spec, model_layout
-from pipeline.shapes import ComputeShape
-from pipeline.template import LayerTemplate
+from pipeline.families.attention import build_attention_context
+from pipeline.memory.activation_bytes import kept_graph_bytes
+from pipeline.memory.shapes import ComputeShape
 from support.tiny import FAMILIES, tiny_config
 from tiers.layout import Precision
 

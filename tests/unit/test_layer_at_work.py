@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.activation_bytes import work_term
-from pipeline.attention import build_attention_context
+from pipeline.compute.template import LayerTemplate
 from pipeline.families import family_of, load_model_spec, model_layout
-from pipeline.mlp_chunks import DeviceFit, choose_chunk_tokens
-from pipeline.shapes import ComputeShape
-from pipeline.template import LayerTemplate
+from pipeline.families.attention import build_attention_context
+from pipeline.memory.activation_bytes import work_term
+from pipeline.memory.mlp_chunks import DeviceFit, choose_chunk_tokens
+from pipeline.memory.shapes import ComputeShape
 from support.live_bytes import LiveBytes
 from support.tiny import FAMILIES, tiny_config
 from tiers.layout import Precision

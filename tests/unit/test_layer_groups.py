@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.layer_groups import LayerGroups
+from pipeline.step.layer_groups import LayerGroups
 
 
 def most_held(groups: LayerGroups) -> int:

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from pipeline.learning_rate import LearningRate, ScheduleKind
+from pipeline.updates.learning_rate import LearningRate, ScheduleKind
 
 
 def test_first_step_of_warm_up_learns_and_the_last_reaches_the_base() -> None:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from pipeline.learning_rate import LearningRate
+from pipeline.compute.outcome import decide, first_non_finite, global_norm, report
 from pipeline.messages import StepControl
-from pipeline.outcome import decide, first_non_finite, global_norm, report
+from pipeline.updates.learning_rate import LearningRate
 
 RATE = LearningRate("linear", base=1e-3, warmup_steps=10, total_steps=100)
 START = StepControl(applied=True, applied_steps=4, lr=0.0, clip_coefficient=1.0)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.footprint import GIB, Place, total
-from pipeline.homes import Spill, homes, spills
-from pipeline.host_footprint import arena_terms
+from pipeline.memory.footprint import GIB, Place, total
+from pipeline.memory.homes import Spill, homes, spills
+from pipeline.memory.host_footprint import arena_terms
+from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
+from pipeline.memory.spill_bytes import all_spill_bytes
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place, preflight, summary
-from pipeline.shapes import ComputeShape, ProcessShape, StepShape
-from pipeline.spill_bytes import all_spill_bytes
 from tiers.layout import (
     ArenaMap,
     ElementType,

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.assumed_hardware import CPU, assumed_hardware
-from pipeline.costs import CostModel
 from pipeline.families import load_model_spec, model_layout
-from pipeline.footprint import GIB, Place
-from pipeline.hardware import SHIPPED, Hardware, load_hardware
+from pipeline.memory.footprint import GIB, Place
+from pipeline.memory.placement_search import solve
+from pipeline.memory.shapes import ComputeShape, StepShape
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
-from pipeline.placement_choice import MOST_TOKENS_AT_ONCE, micro_batches_of
-from pipeline.placement_search import solve
-from pipeline.shapes import ComputeShape, StepShape
-from pipeline.simulate import simulate
+from pipeline.prediction.assumed_hardware import CPU, assumed_hardware
+from pipeline.prediction.costs import CostModel
+from pipeline.prediction.hardware import SHIPPED, Hardware, load_hardware
+from pipeline.prediction.placement_choice import MOST_TOKENS_AT_ONCE, micro_batches_of
+from pipeline.prediction.simulate import simulate
 from tiers.layout import Precision
 
 QWEN_05B = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hardware import SHIPPED, HardwareError, find_hardware, hardware_toml, load_hardware
+from pipeline.prediction.hardware import SHIPPED, HardwareError, find_hardware, hardware_toml, load_hardware
 from tasks.plan import main
 
 RECIPES = SHIPPED.parent / "plan"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hardware import load_hardware
+from pipeline.prediction.hardware import load_hardware
 from tasks.probe import main
 
 SECONDS = ("--seconds", "0.02")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.footprint import Place, Term
+from pipeline.memory.footprint import Place, Term
 from pipeline.messages import Lane, LaneSpan
 from tasks import report
 from tasks.memory_account import MemoryAccount

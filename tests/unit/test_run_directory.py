@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.footprint import Place, Term
+from pipeline.memory.footprint import Place, Term
 from tasks.memory_account import AccountError, MemoryAccount
 from tasks.run_directory import RunDirectory
 

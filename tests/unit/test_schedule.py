@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.operations import Key, Op, Operation, Pass
 from pipeline.schedule import SchedulePlan, build_evaluation, build_snapshot, build_step
+from pipeline.step.operations import Key, Op, Operation, Pass
 from support.step_machine import make_plan, walk
 
 plans = (

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.costs import CostModel
-from pipeline.hardware import Device, Hardware, Host, Link, Nvme
-from pipeline.homes import homes
+from pipeline.memory.homes import homes
+from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
 from pipeline.messages import Lane
 from pipeline.placement import MemoryBudget, Placement, PlacementRequest, place
-from pipeline.shapes import ComputeShape, ProcessShape, StepShape
-from pipeline.simulate import Prediction, simulate
+from pipeline.prediction.costs import CostModel
+from pipeline.prediction.hardware import Device, Hardware, Host, Link, Nvme
+from pipeline.prediction.simulate import Prediction, simulate
 from tiers.layout import InitKind, LayerKind, LayerLayout, ModelLayout, Precision, TensorSpec, place_tensors
 
 COMPUTE = ComputeShape(

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from pipeline.call_states import ACTORS, Call, CallState, at, lost
-from pipeline.operations import Key, Op
+from pipeline.step.operations import Key, Op
 from pipeline.watchdog import FIRST_S, LEAST_S, Patience
 from tasks.vigil import Vigil
 

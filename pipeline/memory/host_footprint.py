@@ -1,0 +1,124 @@
+"""Terms of host memory: the arena by region, and what the processes of a run hold beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeline.memory.footprint import MIB, Place, Term
+from pipeline.memory.shapes import ProcessShape
+from tiers.layout import ArenaMap, Buffer, Extent, TierPlan, state_buffers
+
+COMPILER_WORKERS = 4
+"""Processes that compile kernels at the first step. Inductor's own number is that of the cores: each takes host memory
+that the model needs, for a few seconds saved once."""
+
+
+def arena_terms(tier: TierPlan) -> tuple[Term, ...]:
+    """Account of the arena by region; adds up to its exact size."""
+    arena = ArenaMap.of(tier)
+    homes = tier.homes
+    own = [home.weight_slot is None for home in homes]
+    state_own = [home.state_slot is None for home in homes]
+    terms = [
+        _ram("weights", _distinct(arena.weights, own), "what the device streams, of layers at home in RAM"),
+        _ram("weight staging slots", _distinct(arena.weights, [not x for x in own]), "NVMe -> RAM -> device, pinned"),
+        _ram("gradients", _distinct(arena.gradients), _gradient_reason(tier)),
+        _ram(
+            "gradient sums",
+            sum(sums.num_bytes - arena.gradients[layer].num_bytes for layer, sums in arena.gradient_sums.items()),
+            "gradients are fp32 until the last wave, pinned",
+        ),
+    ]
+    for buffer in state_buffers(tier.model.precision):
+        extents = [state[buffer] for state in arena.states]
+        terms.append(_ram(_BUFFER_NAMES[buffer], _distinct(extents, state_own), "optimizer state at home in RAM"))
+    slots = sum(
+        _distinct([state[buffer] for state in arena.states], [not x for x in state_own])
+        for buffer in state_buffers(tier.model.precision)
+    )
+    masters = [state[Buffer.WEIGHT] for state in arena.states]
+    slots += _distinct(masters, [not x for x in own])
+    activations = arena.activations.num_bytes if arena.activations else 0
+    terms += [
+        _ram("state staging slots", slots, "NVMe -> RAM -> update -> NVMe"),
+        _ram("pinned activations", activations, "boundary activations beyond the device budget"),
+    ]
+    terms.append(
+        _ram("page rounding", arena.total_bytes - sum(term.num_bytes for term in terms), "buffers start pages")
+    )
+    return tuple(term for term in terms if term.num_bytes)
+
+
+def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]:
+    """Account of what the processes hold beside the arena."""
+    actors = processes.optimizer_actors
+    workers = "1 process" if actors == 1 else f"{actors} processes"
+    tables = arena_bytes * PAGE_TABLE_MAPPINGS // 512
+    terms = [
+        _ram("page tables", tables, "8 bytes a 4 KiB page and process that touches it"),
+        _ram("Ray services", RAY_SERVICES_BYTES, "GCS, raylet, dashboard and its agents, object store in use"),
+        _ram("driver", DRIVER_BYTES, "coordinator, data loader, tokenizer"),
+        _ram("tier actors", TIER_ACTORS_BYTES, "ParameterTier and Prefetcher"),
+        _ram("optimizer actors", actors * OPTIMIZER_ACTOR_BYTES, f"{workers} with Numba"),
+        _ram(
+            "compute actor",
+            COMPUTE_CUDA_BYTES if processes.cuda else COMPUTE_CPU_BYTES,
+            "PyTorch and its CUDA libraries" if processes.cuda else "PyTorch",
+        ),
+    ]
+    if processes.compiled and processes.cuda:
+        terms.append(_ram("compiler", COMPILER_BYTES, f"{COMPILER_WORKERS} worker processes of Inductor"))
+    return tuple(terms)
+
+
+PAGE_TABLE_MAPPINGS = 4
+"""ParameterTier, Prefetcher and Compute touch all of the arena, the optimizers together all of it once."""
+
+NOT_IN_HELD_BYTES = ("page tables", "Ray services", "compiler")
+"""Terms beyond a step's `host_bytes`, which are the arena and the private memory of driver and actors."""
+
+RUNNING_BEFORE_ALLOCATION = ("Ray services", "driver")
+"""Terms whose memory is held already when the first actor starts: what a measurement from then on does not see."""
+
+# Proportional set sizes, so that shared libraries count once: Ray 2.60 with its dashboard, torch 2.13, measured on a
+# 2-core machine without a GPU after every import (Ray 630 MiB, driver 337, tier actors 136, an optimizer 104, Compute
+# 320, Inductor with 4 idle workers 240), with room for what they allocate at work. On an H200 with torch 2.11 and 4
+# optimizers: driver and actors together 5.2 GiB in a step of 7B (these terms: 5.3). A worker that compiles is taken to
+# need 150 MiB more.
+RAY_SERVICES_BYTES = 800 * MIB
+DRIVER_BYTES = 600 * MIB
+TIER_ACTORS_BYTES = 320 * MIB
+OPTIMIZER_ACTOR_BYTES = 220 * MIB
+COMPUTE_CPU_BYTES = 600 * MIB
+COMPUTE_CUDA_BYTES = 3600 * MIB
+COMPILER_BYTES = 840 * MIB
+
+_BUFFER_NAMES = {
+    Buffer.WEIGHT_LOW: "master low half",
+    Buffer.EXP_AVG: "first moment",
+    Buffer.EXP_AVG_SQ: "second moment",
+}
+
+
+def _ram(name: str, num_bytes: int, why: str) -> Term:
+    return Term(Place.RAM, name, num_bytes, why)
+
+
+def _distinct(extents: Iterable[Extent], chosen: Iterable[bool] | None = None) -> int:
+    """Bytes of the chosen extents, those that share a slot counted once, at the largest."""
+    sizes: dict[int, int] = {}
+    extents = list(extents)
+    for extent, counts in zip(extents, chosen or [True] * len(extents), strict=True):
+        if counts:
+            sizes[extent.offset_bytes] = max(sizes.get(extent.offset_bytes, 0), extent.num_bytes)
+    return sum(sizes.values())
+
+
+def _gradient_reason(tier: TierPlan) -> str:
+    slots = len({home.gradient_slot for home in tier.homes})
+    own = sum(not home.gradient_on_device for home in tier.homes)
+    if tier.gradient_sums:
+        return f"of {slots} layers, from wave to wave and until the update, pinned"
+    if slots == own:
+        return f"of {own} layers, held until the global norm is known, pinned"
+    return f"{slots} slots, each free again after its update, pinned"

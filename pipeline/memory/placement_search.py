@@ -1,0 +1,207 @@
+"""The search behind `placement`: the first mixture of homes, from the least to the most on NVMe, that fits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import lru_cache
+from operator import itemgetter
+
+from pipeline.memory.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
+from pipeline.memory.device_extras import Extras
+from pipeline.memory.device_fit import (
+    chunk_tokens,
+    decoders,
+    device_account,
+    extras_of,
+    room_for_gradients,
+    spilled_boundaries,
+)
+from pipeline.memory.footprint import Place, Term, total
+from pipeline.memory.homes import Spill, homes, without_ram_gradients
+from pipeline.memory.host_footprint import arena_terms, process_terms
+from pipeline.memory.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
+from pipeline.memory.spill_bytes import all_spill_bytes
+from pipeline.schedule import SchedulePlan
+from tiers.layout import (
+    ArenaMap,
+    Buffer,
+    ElementType,
+    LayerHome,
+    ModelLayout,
+    TierPlan,
+    buffer_types,
+    state_buffers,
+)
+from tiers.scratch import scratch_bytes
+
+
+def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
+    """The first placement that fits, in the order of `boundary_plans`; where none does, what the first lacks."""
+    shortage: Shortage | None = None
+    for variant in variants(request, budget):
+        found = _solve(variant, budget)
+        if isinstance(found, Placement):
+            return found
+        shortage = shortage or found
+    return shortage or _solve(_with_boundaries(request, budget, next(_boundary_plans(request))), budget)
+
+
+def variants(request: PlacementRequest, budget: MemoryBudget) -> Iterator[PlacementRequest]:
+    """The request with each way to hold boundary activations that is worth trying, those that fit the device alone."""
+
+    def spilled(plan: BoundaryPlan) -> int | None:
+        variant = _with_boundaries(request, budget, plan)
+        count = spilled_boundaries(variant, budget.gpu_bytes)
+        return count if total(device_account(variant, count, 0)) <= budget.gpu_bytes else None
+
+    for plan in worth_trying(_boundary_plans(request), spilled):
+        yield _with_boundaries(request, budget, plan)
+
+
+def _boundary_plans(request: PlacementRequest) -> Iterator[BoundaryPlan]:
+    return boundary_plans(
+        decoders(request.model), request.step.micro_batches, every=request.boundary_every, waves=request.waves
+    )
+
+
+def _with_boundaries(request: PlacementRequest, budget: MemoryBudget, plan: BoundaryPlan) -> PlacementRequest:
+    slots = streaming_slots(plan.every, request.decoder_slots)
+    request = replace(request, boundary_every=plan.every, waves=plan.waves, decoder_slots=slots)
+    if request.mlp_chunk_tokens is None:
+        request = replace(request, mlp_chunk_tokens=chunk_tokens(request, budget.gpu_bytes))
+    return request
+
+
+def _solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
+    """The best mixture of homes that fits."""
+    found = _first_fit(request, budget)
+    if isinstance(found, Placement) and request.staging_slots > LEAN_SLOTS and found.used(Place.NVME):
+        # Slots are as large as layers: of few layers on NVMe the third slot may put one there itself.
+        lean = _first_fit(replace(request, staging_slots=LEAN_SLOTS), budget)
+        if isinstance(lean, Placement) and lean.used(Place.NVME) < WORTH_A_SLOT * found.used(Place.NVME):
+            return lean
+    return found
+
+
+LEAN_SLOTS = 2
+"""One is read or written while the other is updated: most of what a third slot gains."""
+
+WORTH_A_SLOT = 0.9
+"""Share of bytes on NVMe, which all move twice a step, below which two slots make the shorter step."""
+
+
+def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
+    """The first of the candidates, in order of preference, that fits."""
+    spilled = spilled_boundaries(request, budget.gpu_bytes)
+    device = device_account(request, spilled, 0)
+    if total(device) > budget.gpu_bytes:
+        return Shortage(Place.DEVICE, total(device), device)
+    waves = request.waves or 1
+    wave_tokens = request.step.largest_wave(waves).tokens
+    pinned_bytes = spilled * wave_tokens * request.compute.hidden_size * request.weight_bytes
+    # Sums wait for the next wave where held gradients wait for the norm.
+    clip = request.clip or waves > 1
+    most_held = room_for_gradients(request, spilled, budget.gpu_bytes) if request.clip and waves == 1 else 0
+
+    def tier_of(spill: Spill, held: int) -> TierPlan:
+        return _tier(request.model, spill, clip, held, request.outgoing_type, pinned_bytes, waves > 1)
+
+    def ways() -> Iterator[tuple[Spill, int, int, int]]:
+        """What is on NVMe, layers whose gradients wait on the device, bytes of the arena and of the drive."""
+        all_in_ram = 0
+        for held in range(most_held + 1):
+            all_in_ram = _arena_in_ram(request.model, clip, held, request.outgoing_type, pinned_bytes, waves > 1)
+            yield Spill(), held, all_in_ram, 0
+        for each in all_spill_bytes(request.model, request.staging_slots) if budget.nvme_bytes > 0 else ():
+            yield each.spill, most_held, all_in_ram - each.saved_bytes, each.nvme_bytes
+
+    least: tuple[int, Spill, int] | None = None
+    least_drive: tuple[int, Spill, int] | None = None
+    for spill, held, arena_bytes, nvme_bytes in ways():
+        if arena_bytes > budget.ram_bytes:
+            least = min(least or (arena_bytes, spill, held), (arena_bytes, spill, held), key=itemgetter(0))
+        elif nvme_bytes > budget.nvme_bytes:
+            # Fewer staging slots leave more RAM to layers, so a later way may need less of the drive.
+            tried = (nvme_bytes, spill, held)
+            least_drive = min(least_drive or tried, tried, key=itemgetter(0))
+        else:
+            return _placement(request, budget, tier_of(spill, held), spilled, held)
+    if least_drive is not None:
+        needed, spill, held = least_drive
+        return Shortage(Place.NVME, needed, _nvme_terms(tier_of(spill, held)))
+    assert least is not None
+    needed, spill, held = least
+    return Shortage(Place.RAM, needed, arena_terms(tier_of(spill, held)))
+
+
+def _tier(
+    model: ModelLayout,
+    spill: Spill,
+    clip: bool,
+    held: int,
+    gradient_type: ElementType,
+    pinned_bytes: int,
+    gradient_sums: bool,
+) -> TierPlan:
+    placed = homes(model, clip=clip, device_gradients=held, **asdict(spill))
+    return TierPlan(model, placed, gradient_type, pinned_bytes, gradient_sums)
+
+
+@lru_cache(maxsize=1024)
+def _arena_in_ram(
+    model: ModelLayout, clip: bool, held: int, gradient_type: ElementType, pinned_bytes: int, gradient_sums: bool
+) -> int:
+    """Bytes of the arena with nothing on NVMe. Searches for what would fit ask again and again."""
+    return ArenaMap.of(_tier(model, Spill(), clip, held, gradient_type, pinned_bytes, gradient_sums)).total_bytes
+
+
+def _placement(request: PlacementRequest, budget: MemoryBudget, tier: TierPlan, spilled: int, held: int) -> Placement:
+    """A way that fits, and what the rest of the device is used for."""
+    extras = extras_of(request, tier.homes, spilled, held, budget.gpu_bytes)
+    if not tier.gradient_sums:
+        tier = replace(tier, homes=without_ram_gradients(request.model, tier.homes, extras.device_updates))
+    host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
+    device = device_account(request, spilled, held, extras)
+    return Placement(
+        tier,
+        _schedule(request, tier.homes, extras),
+        spilled,
+        budget,
+        (*host, *device, *_nvme_terms(tier)),
+        request.step,
+        request.mlp_chunk_tokens or 0,
+    )
+
+
+def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: Extras) -> SchedulePlan:
+    return SchedulePlan(
+        kinds=tuple(layer.kind for layer in request.model.layers),
+        tied=request.model.tied,
+        clip=request.clip,
+        decoder_slots=request.decoder_slots + extras.extra_slots,
+        weight_slots=tuple(home.weight_slot for home in homes),
+        state_slots=tuple(home.state_slot for home in homes),
+        gradient_slots=tuple(home.gradient_slot for home in homes),
+        device_gradients=tuple(home.gradient_on_device for home in homes),
+        device_updates=extras.device_updates,
+        kept_layers=extras.kept_layers,
+        kept_in_lent_room=extras.kept_in_lent_room,
+        boundary_every=request.boundary_every or 1,
+        waves=request.waves or 1,
+    )
+
+
+def _nvme_terms(tier: TierPlan) -> tuple[Term, ...]:
+    """Account of the working files."""
+    types = buffer_types(tier.model.precision)
+    state_bytes = sum(types[buffer].bytes for buffer in state_buffers(tier.model.precision))
+    pairs = list(zip(tier.model.layers, tier.homes, strict=True))
+    weights = sum(layer.numel for layer, home in pairs if home.weight_slot is not None) * types[Buffer.WEIGHT].bytes
+    states = sum(layer.numel for layer, home in pairs if home.state_slot is not None) * state_bytes
+    terms = (
+        Term(Place.NVME, "weights", weights, "read twice for the device, once for the update, written once a step"),
+        Term(Place.NVME, "optimizer state", states, "read and written once a step"),
+        Term(Place.NVME, "indexes", scratch_bytes(tier) - weights - states, "checksums of chunks, alignment"),
+    )
+    return tuple(term for term in terms if term.num_bytes)

@@ -1,0 +1,43 @@
+"""A run's settings: `sections` has every key with its reason, `recipe` reads them from TOML and writes them back."""
+
+from __future__ import annotations
+
+from pipeline.recipe.recipe import (
+    CheckpointSection,
+    DataSection,
+    Difference,
+    EvalSection,
+    LogSection,
+    MemorySection,
+    ModelSection,
+    OptimizerSection,
+    PrecisionSection,
+    Recipe,
+    RecipeError,
+    RunSection,
+    TrainSection,
+    differences,
+    load_recipe,
+    parse_recipe,
+    recipe_toml,
+)
+
+__all__ = [
+    "CheckpointSection",
+    "DataSection",
+    "Difference",
+    "EvalSection",
+    "LogSection",
+    "MemorySection",
+    "ModelSection",
+    "OptimizerSection",
+    "PrecisionSection",
+    "Recipe",
+    "RecipeError",
+    "RunSection",
+    "TrainSection",
+    "differences",
+    "load_recipe",
+    "parse_recipe",
+    "recipe_toml",
+]

@@ -1,0 +1,252 @@
+"""Reads a recipe: TOML file plus `--set section.key=value`, checked as a whole, and writes the resolved one back.
+
+Paths are relative to where they are written: in a file to the file's folder, on a command line to the current
+directory; `~` is the home directory. A resolved recipe holds absolute paths only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from pipeline.recipe.errors import Problem, RecipeError, problems_of, raise_problems
+from pipeline.recipe.resolved import Recipe
+from pipeline.recipe.sections import (
+    CheckpointSection,
+    DataSection,
+    EvalSection,
+    LogSection,
+    MemorySection,
+    ModelSection,
+    OptimizerSection,
+    PrecisionSection,
+    RunSection,
+    TrainSection,
+)
+from pipeline.recipe.words import shown
+
+__all__ = [
+    "CheckpointSection",
+    "DataSection",
+    "Difference",
+    "EvalSection",
+    "LogSection",
+    "MemorySection",
+    "ModelSection",
+    "OptimizerSection",
+    "PrecisionSection",
+    "Recipe",
+    "RecipeError",
+    "RunSection",
+    "TrainSection",
+    "differences",
+    "load_recipe",
+    "parse_recipe",
+    "recipe_toml",
+]
+
+_PATH_KEYS = {
+    "run.dir": (),
+    "run.resume": ("auto", "never"),
+    "model.source": (),
+    "model.config": (),
+    "data.path": (),
+    "data.eval_path": (),
+    "data.tokenizer": ("bytes",),
+    "data.cache_dir": (),
+    "memory.nvme_dir": (),
+}
+"""Keys that hold paths, and the words among their values that are not paths."""
+
+_HARMLESS_SECTIONS = ("run.", "memory.", "checkpoint.", "eval.", "log.")
+_HARMLESS_KEYS = ("train.device", "train.compile", "train.max_skipped_in_a_row", "data.eval_path", "data.cache_dir")
+
+_RAY_COPY = "working_dir_files"
+"""Folder in which Ray keeps its copies of a job's working directory, and deletes them."""
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override, check and resolve a recipe.
+
+    Args:
+        path: TOML file.
+        overrides: `section.key=value` each. A value is TOML; what is no TOML is taken as text, so quotes may be left
+            out; an empty value removes the key.
+
+    Raises:
+        RecipeError: The file cannot be read or does not make a valid recipe. Lists every problem found.
+    """
+    values = _parsed(_read(path), str(path))
+    problems = list(_dates(values))
+    _resolve_paths(values, path.absolute().parent)
+    for override in overrides:
+        problem = _override(values, override)
+        if problem:
+            problems.append(problem)
+    raise_problems(str(path), problems)
+    _name_run(values, path)
+    recipe = _checked(values, str(path))
+    raise_problems(str(path), _wrong_references(recipe))
+    return recipe
+
+
+def parse_recipe(text: str, source: str = "recipe") -> Recipe:
+    """Read back what `recipe_toml` wrote, e.g. from a checkpoint; `source` is what messages call it.
+
+    Raises:
+        RecipeError: The text is not a valid resolved recipe of this version.
+    """
+    return _checked(_parsed(text, source), source)
+
+
+def recipe_toml(recipe: Recipe) -> str:
+    """The recipe as TOML that `load_recipe` reads back as an equal one, defaults spelled out."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key that two recipes set differently."""
+
+    key: str
+    """`section.key`."""
+    before: str
+    after: str
+    """Values as TOML shows them; `not set` where there is none."""
+
+    @property
+    def changes_result(self) -> bool:
+        """Whether the run would learn something else; what only moves bytes or writes files does not."""
+        return self.key == "run.seed" or not (self.key.startswith(_HARMLESS_SECTIONS) or self.key in _HARMLESS_KEYS)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
+def differences(before: Recipe, after: Recipe) -> tuple[Difference, ...]:
+    """Every key that differs, in the order of the sections: what a resume must accept or refuse."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    return tuple(Difference(key, _set(old[key]), _set(new[key])) for key in old if old[key] != new[key])
+
+
+def _set(value: Any) -> str:
+    return "not set" if value is None else shown(value)
+
+
+def _leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    for section_name, section in recipe.model_dump(mode="json").items():
+        for key, value in section.items():
+            yield f"{section_name}.{key}", value
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such recipe (looked in {Path.cwd()})") from None
+    except IsADirectoryError:
+        raise RecipeError(f"{path}: is a directory; give the recipe's TOML file") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: is not text in UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{source}: is not TOML: {error}") from None
+
+
+def _checked(values: dict[str, Any], source: str) -> Recipe:
+    try:
+        # JSON is what TOML amounts to; in pydantic's JSON mode strict types still take text for a path.
+        return Recipe.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise_problems(source, problems_of(error, Recipe, values))
+        raise
+
+
+def _override(values: dict[str, Any], override: str) -> Problem | None:
+    """Apply one `section.key=value` to `values`."""
+    key, equals, text = (part.strip() for part in override.partition("="))
+    parts = key.split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        return Problem(f"--set {override}", "must have the form section.key=value")
+    table: Any = values
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            return Problem(f"--set {override}", f"{part} is not a table: it is {shown(table)}")
+    if text:
+        table[parts[-1]] = _resolved(key, _override_value(text), Path.cwd())
+    else:
+        table.pop(parts[-1], None)
+    return None
+
+
+def _override_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["value"]
+    return text if len(parsed) > 1 or isinstance(value, datetime.date | datetime.time) else value
+
+
+def _dates(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """TOML has dates; no key takes one."""
+    for key, value in values.items():
+        if isinstance(value, datetime.date | datetime.time):
+            yield Problem(prefix + key, "dates are not used; write text in quotes", str(value))
+        elif isinstance(value, dict):
+            yield from _dates(value, f"{prefix}{key}.")
+
+
+def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+    for name, section in values.items():
+        if isinstance(section, dict):
+            for key, value in section.items():
+                section[key] = _resolved(f"{name}.{key}", value, folder)
+
+
+def _resolved(key: str, value: Any, folder: Path) -> Any:
+    """`value` with paths made absolute, if `key` holds paths."""
+    words = _PATH_KEYS.get(key)
+    if words is None or value in words:
+        return value
+    if isinstance(value, list):
+        return [_resolved(key, item, folder) for item in value]
+    if not isinstance(value, str) or not value:
+        return value  # to be refused: an empty path would become the folder itself
+    expanded = os.path.expanduser(value)  # noqa: PTH111 - Path.expanduser raises for unknown users
+    return os.path.normpath(folder / expanded)
+
+
+def _name_run(values: dict[str, Any], path: Path) -> None:
+    """Give the run a name and a directory if it has none."""
+    run = values.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", path.stem)
+        run.setdefault("dir", str(Path.home() / "megatrain" / str(run["name"])))
+
+
+def _wrong_references(recipe: Recipe) -> Iterator[Problem]:
+    """What only shows once the recipe is whole."""
+    keys = {key for key, _ in _leaves(recipe)}
+    for key in recipe.run.accept_changes:
+        if key not in keys:
+            yield Problem("run.accept_changes", "is no key of a recipe; write section.key", key)
+    if _RAY_COPY in recipe.run.dir.parts:
+        want = "lies in Ray's copy of the working directory, which Ray deletes; give an absolute path or leave it out"
+        yield Problem("run.dir", want, str(recipe.run.dir))
