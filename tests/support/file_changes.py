@@ -43,6 +43,7 @@ class FileChanges:
         if path is None or not path.startswith(self._root):
             return
         step, _, inner = path.removeprefix(self._root).partition("/")
+        inner = re.sub(r"(\.preflight)-\w+", r"\1", inner)  # whose names are random
         change = f"{event} {inner or re.sub(r'^step-[0-9]+', '', step)}"
         os.write(self._log, f"{time.monotonic_ns()} {change}\n".encode())
         self._reach(change, "begin")
