@@ -25,6 +25,7 @@ from support.chosen_homes import HOMES, Homes
 from support.durability import ROOT
 from support.small_recipe import SMALL_MODEL
 from support.traps import ACTORS, INSIDE, POWER, RUN_DIR, Trap
+from tiers.checkpoint import newest_complete
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GIVE_UP_S = 240.0
@@ -139,6 +140,8 @@ class Run:
         folder = self.inside
         if only_at_start := trap.point == "restore" or trap.point.startswith("start "):
             self.wait_for(lambda: self.said(": done in ") > self.filled_before, "filled actors")
+        if trap.point == "restore":
+            self.wait_for(lambda: newest_complete(self.run_dir)[0] is not None, "a checkpoint")
         trap.arm(folder, self.process.pid)
         if only_at_start:
             os.kill(int((folder / f"{ACTORS['compute']}.pid").read_text()), signal.SIGKILL)
