@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -31,18 +31,27 @@ LOOK_S = 2.0
 
 def options_of(kind: Any, name: str, namespace: str, *, threads: int, gpu: bool = False) -> Any:
     """Options of an actor that is found by `name` in `ray list actors`."""
-    environment = {"OMP_NUM_THREADS": str(threads)}
-    if not gpu:
-        # Ray hides no GPU from an actor that asks for none, and only Compute may touch CUDA.
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     return kind.options(
         name=name,
         namespace=namespace,
         num_cpus=0,
         num_gpus=1 if gpu else 0,
         max_restarts=0,
-        runtime_env={"env_vars": environment},
+        runtime_env={"env_vars": environment_of(threads=threads, gpu=gpu, given=os.environ)},
     )
+
+
+def environment_of(*, threads: int, gpu: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables of an actor's process beside those `given` to all."""
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    if not gpu:
+        # Ray hides no GPU from an actor that asks for none, and only Compute may touch CUDA.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif "PYTORCH_CUDA_ALLOC_CONF" not in given:
+        # Activations and lent state take turns in the same memory: blocks of any size must come out of what others
+        # left, and the allocator's usual segments never merge.
+        environment["PYTORCH_ALLOC_CONF"] = given.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    return environment
 
 
 def answers(refs: Sequence[Any], timeout_s: float) -> list[Any]:
