@@ -12,7 +12,7 @@ from pipeline.placement import Placement
 from pipeline.prediction.costs import CostModel
 from pipeline.prediction.hardware import Hardware
 from pipeline.prediction.simulate import simulate
-from pipeline.recipe_placement import request_of, shape_of
+from pipeline.recipe_placement import shape_of
 from tasks.bench.step import StepReport
 from tasks.preparation import Preparation
 
@@ -21,7 +21,11 @@ BYTES_LIMITS = (0.0, 0.05)
 STEP_LIMITS = (-0.15, 0.15)
 
 STEP = "step"
-"""What the figure of the whole step is called."""
+HOST_HELD = "host: arena, driver and actors"
+HOST_TAKEN = "host: all that became unavailable"
+DEVICE_PEAK = "device: torch's peak"
+DEVICE_TAKEN = "device: in use by the driver"
+"""What the figures are called."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,17 @@ def compare(preparation: Preparation, report: StepReport, hardware: Hardware | N
     held_bytes = _host(placement, NOT_IN_HELD_BYTES) + device_bytes
     taken_bytes = _host(placement, RUNNING_BEFORE_ALLOCATION) + device_bytes
     figures = [
-        Figure("host: arena, driver and actors", "bytes", held_bytes, report.host_bytes),
-        Figure("host: all that became unavailable", "bytes", taken_bytes, report.host_taken_bytes),
+        Figure(HOST_HELD, "bytes", held_bytes, report.host_bytes),
+        Figure(HOST_TAKEN, "bytes", taken_bytes, report.host_taken_bytes),
     ]
     if preparation.cuda:
         device = [term for term in placement.terms if term.place is Place.DEVICE]
         peak = total(term for term in device if term.name not in NOT_IN_TORCH_PEAK)
-        figures.append(Figure("device: torch's peak", "bytes", peak, report.gpu_peak_bytes))
-        figures.append(Figure("device: in use by the driver", "bytes", total(device), report.device_taken_bytes))
+        figures.append(Figure(DEVICE_PEAK, "bytes", peak, report.gpu_peak_bytes))
+        figures.append(Figure(DEVICE_TAKEN, "bytes", total(device), report.device_taken_bytes))
     if hardware is not None:
-        recipe, actors = preparation.recipe, preparation.crew.optimizer_actors
-        request = request_of(recipe, shape_of(recipe), cuda=preparation.cuda, optimizer_actors=actors)
-        prediction = simulate(CostModel(placement, request.compute, request.step, hardware))
+        _, compute = shape_of(preparation.recipe)
+        prediction = simulate(CostModel(placement, compute, placement.step, hardware))
         figures.append(Figure(STEP, "s", prediction.step_s, report.step_s))
         for load in prediction.lanes:
             measured = report.lanes.get(str(load.lane), 0.0) * report.step_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tasks.bench.comparison import Figure
+from tasks.bench.comparison import DEVICE_PEAK, DEVICE_TAKEN, HOST_HELD, HOST_TAKEN, STEP, Figure
 from tasks.bench.roof import RoofReport
 from tasks.bench.rows import RowResult
 from tasks.bench.step import StepReport
@@ -39,14 +39,14 @@ def _cells(result: RowResult, count: int) -> list[str]:
         share = f"{step.model_tflops / roof.model_tflops:.1%}" if isinstance(roof, RoofReport) else ""
         stalls = ", ".join(f"{k} {v:.2f} s" for k, v in dataclasses.asdict(step.stalls).items() if v >= 0.005)
         cells += [
-            _compared(f"{step.step_s:.3f} s", figures.get("step")),
+            _compared(f"{step.step_s:.3f} s", figures.get(STEP)),
             f"{step.model_tflops:.1f}",
             share,
             stalls or "none",
-            _compared(_gib(step.gpu_peak_bytes), figures.get("device: torch's peak")),
-            _compared(_gib(step.device_taken_bytes), figures.get("device: in use by the driver")),
-            _compared(_gib(step.host_bytes), figures.get("host: arena, driver and actors")),
-            _compared(_gib(step.host_taken_bytes), figures.get("host: all that became unavailable")),
+            _compared(_gib(step.gpu_peak_bytes), figures.get(DEVICE_PEAK)),
+            _compared(_gib(step.device_taken_bytes), figures.get(DEVICE_TAKEN)),
+            _compared(_gib(step.host_bytes), figures.get(HOST_HELD)),
+            _compared(_gib(step.host_taken_bytes), figures.get(HOST_TAKEN)),
             f"{step.host_bytes / step.parameters:.2f}",
             f"{step.first_step_s:.0f} s",
         ]
