@@ -33,6 +33,17 @@ class CommandParser(argparse.ArgumentParser):
         )
         self._name = module.rpartition(".")[2]
 
+    def add_overrides(self) -> None:
+        """Take `--set section.key=value`, any number of times, as `overrides`."""
+        self.add_argument(
+            "--set",
+            dest="overrides",
+            action="append",
+            default=[],
+            metavar="section.key=value",
+            help="override a key of the recipe; may be repeated",
+        )
+
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments."""
         self.exit(self.refuse(f"{message} (see {self.prog} --help)"))

@@ -77,13 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("tasks.demo", __doc__)
     parser.add_argument("--keep", action="store_true", help="leave the head and its dashboard up at the end")
     parser.add_argument("--dir", type=Path, help="a new directory for all of it (runs/demo-DATE)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="section.key=value",
-        help="override a key of the recipe; may be repeated",
-    )
+    parser.add_overrides()
     options = parser.parse_args(arguments)
     root: Path = options.dir or REPOSITORY / "runs" / time.strftime("demo-%Y%m%d-%H%M%S")
     paths = DemoPaths(root.absolute())
@@ -96,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return parser.refuse(f"{paths.root} cannot be made: {error.strerror}")
     try:
-        return _demo(paths, options.set)
+        return _demo(paths, options.overrides)
     except (ClusterError, DemoError) as error:
         return parser.fail(error)
     except KeyboardInterrupt:

@@ -43,7 +43,7 @@ from tiers.layout import (
     stored_buffers,
 )
 from tiers.manifest import Facts, SavedPosition
-from tiers.preflight import check_free_bytes, preflight
+from tiers.preflight import check_free_bytes, nearest_existing, preflight
 from tiers.quantities import shown_duration
 from tiers.safetensors_source import SafetensorsSource
 from tiers.shard_store import ShardStore
@@ -100,8 +100,7 @@ def one_layer_plan(model: ModelLayout) -> TierPlan:
 
 def _check_room(store: Path, model: ModelLayout) -> None:
     """Refuse before a directory is made."""
-    parent = next(path for path in store.parents if path.exists())
-    check_free_bytes(parent, required_bytes(model))
+    check_free_bytes(nearest_existing(store.parent), required_bytes(model))
 
 
 def _write_layers(

@@ -35,6 +35,7 @@ from tasks.plan_advice import advice
 from tasks.plan_report import Plan, TimeFigures, checkpoint_figures
 from tasks.plan_tables import tables
 from tasks.preparation import data_settings
+from tiers.preflight import nearest_existing
 
 UNLIMITED = MemoryBudget(ram_bytes=2**60, gpu_bytes=2**60)
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        recipe = load_recipe(options.recipe, options.set)
+        recipe = load_recipe(options.recipe, options.overrides)
         hardware = None if options.hardware is None else load_hardware(find_hardware(options.hardware))
         plan = make_plan(recipe, hardware, options.price_per_hour, options.token_budget)
     except (RecipeError, HardwareError, PipelineError) as error:
@@ -82,7 +83,7 @@ def make_plan(
     except PlacementError as error:
         placement, reason = place(request, UNLIMITED), str(error)
     request = replace(request, step=placement.step)
-    free_bytes = None if hardware is not None else _free_bytes(recipe.run.dir)
+    free_bytes = None if hardware is not None else shutil.disk_usage(nearest_existing(recipe.run.dir)).free
     return Plan(
         recipe=recipe.run.name,
         machine="this machine" if hardware is None else hardware.name,
@@ -129,13 +130,6 @@ def _missing_data(recipe: Recipe) -> str | None:
     return None
 
 
-def _free_bytes(directory: Path) -> int:
-    """Of the file system that will hold `directory`, which need not exist yet."""
-    while not directory.exists():
-        directory = directory.parent
-    return shutil.disk_usage(directory).free
-
-
 def _parser() -> CommandParser:
     parser = CommandParser("tasks.plan", __doc__)
     parser.add_argument("recipe", type=Path, help="recipe, TOML")
@@ -143,13 +137,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
     parser.add_argument("--price-per-hour", type=not_negative, metavar="X", help="price of the machine, for the cost")
     parser.add_argument("--token-budget", type=count, metavar="N", help="tokens to train on, e.g. 2e9")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="section.key=value",
-        help="override a key of the recipe; may be repeated",
-    )
+    parser.add_overrides()
     return parser
 
 

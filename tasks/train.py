@@ -57,14 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = CommandParser("tasks.train", __doc__)
     parser.add_argument("recipe", type=Path, help="recipe, TOML")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="section.key=value",
-        help="override a key of the recipe; may be repeated",
-    )
+    parser.add_overrides()
     parser.add_argument(
         "--address", metavar="HOST:PORT", help="of a running Ray head; default: RAY_ADDRESS, else an embedded Ray"
     )

@@ -80,6 +80,11 @@ def read_mode(file: Path) -> DirectMode:
     return mode
 
 
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the closest of its parents that exists: the filesystem that will hold it is that one's."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
 def check_free_bytes(directory: Path, required_bytes: int) -> None:
     """Raise ShardError where `directory` has less than `required_bytes` free for this user."""
     free_bytes = shutil.disk_usage(directory).free

@@ -89,7 +89,7 @@ def _parser() -> CommandParser:
     parser = CommandParser("tasks.bench", __doc__)
     parser.add_argument("what", choices=["step", "roof", "checkpoint", "control", "tier", "optimizer"])
     parser.add_argument("recipes", type=Path, nargs="*", metavar="RECIPE")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="section.key=value")
+    parser.add_overrides()
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=count, default=5, help="measured; of each segment of checkpoint and control")
     parser.add_argument("--no-roof", action="store_true", help="step: leave the roof out")

@@ -30,6 +30,7 @@ from tasks.run_log import held_bytes
 from tiers.checkpoint import begin
 from tiers.layout import ArenaMap
 from tiers.manifest import Facts, SavedPosition
+from tiers.preflight import nearest_existing
 from tiers.store_metadata import Compression
 
 SAMPLE_S = 0.05
@@ -109,7 +110,7 @@ def measure_checkpoints(
         RayError: An actor failed.
     """
     recipe = preparation.recipe
-    where = directory or next(path for path in (recipe.run.dir, *recipe.run.dir.parents) if path.exists())
+    where = directory or nearest_existing(recipe.run.dir)
     crew_settings = replace(preparation.crew, compression=compression)
     with (
         tempfile.TemporaryDirectory(prefix=".bench-", dir=where) as folder,
