@@ -23,7 +23,6 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementRequest",
-    "boundaries_as_usual",
     "boundaries_in_words",
     "place",
     "preflight",
@@ -77,13 +76,8 @@ def summary(placement: Placement) -> str:
         f"{TIER_NAMES[where]} {shown_bytes(placement.used(where))}" for where in Place if placement.used(where)
     )
     chosen = [text.format(count) for text, count in counts.items() if count]
-    boundaries = [] if boundaries_as_usual(placement) else [f"boundary activations: {boundaries_in_words(placement)}"]
+    boundaries = [] if placement.holds_every_input else [f"boundary activations: {boundaries_in_words(placement)}"]
     return "; ".join([used, *chosen, *boundaries])
-
-
-def boundaries_as_usual(placement: Placement) -> bool:
-    """Whether the device holds every layer's input of a whole step."""
-    return not placement.spilled_boundaries and placement.schedule.boundary_every == placement.schedule.waves == 1
 
 
 def boundaries_in_words(placement: Placement) -> str:

@@ -79,6 +79,11 @@ class Placement:
         """Host memory for model state."""
         return ArenaMap.of(self.tier).total_bytes
 
+    @property
+    def holds_every_input(self) -> bool:
+        """Whether the device holds every layer's input of a whole step: no way of holding them had to be chosen."""
+        return not self.spilled_boundaries and self.schedule.boundary_every == self.schedule.waves == 1
+
     def used(self, place: Place) -> int:
         """Bytes that the run holds in `place`."""
         return total(term for term in self.terms if term.place is place)

@@ -63,7 +63,7 @@ def _with_best_boundaries(
     request: PlacementRequest, budget: MemoryBudget, hardware: Hardware, best: Placement, best_s: float
 ) -> tuple[PlacementRequest, Placement, float]:
     """`best`, or the fastest of the other ways to hold boundary activations, where the device cannot hold all."""
-    if not best.spilled_boundaries and best.schedule.boundary_every == best.schedule.waves == 1:
+    if best.holds_every_input:
         return request, best, best_s
     for variant in variants(request, budget):
         placement = solve(variant, budget)
