@@ -105,7 +105,7 @@ class Crew:
         tier = options_of(ParameterTierActor, "parameter-tier", namespace, threads=1).remote(
             plan, limit_bytes=settings.limit_bytes
         )
-        started: list[Handle] = [tier]
+        started: dict[str, Handle] = {"parameter-tier": tier}
         arena: ArenaIdentity | None = None
         try:
             (handle,) = answers([tier.handle.remote()], START_TIMEOUT_S)
@@ -114,33 +114,27 @@ class Crew:
             prefetcher = options_of(PrefetcherActor, "prefetcher", namespace, threads=1).remote(
                 handle, nvme_dir=settings.nvme_dir, threads=settings.io_threads, compression=settings.compression
             )
-            started.append(prefetcher)
+            started["prefetcher"] = prefetcher
             optimizers = [
                 options_of(OptimizerActor, optimizer_name(part), namespace, threads=1).remote(
                     handle, optimizer, part, settings.optimizer_actors, settings.threads_per_optimizer
                 )
                 for part in range(settings.optimizer_actors)
             ]
-            started += optimizers
+            started |= {optimizer_name(part): actor for part, actor in enumerate(optimizers)}
             worker = options_of(
                 ComputeActor, "compute", namespace, threads=compute.threads, gpu=compute.device == "cuda"
             ).remote(spec, handle, compute)
-            started.append(worker)
+            started["compute"] = worker
             progress("starting the prefetcher, optimizers and compute")
-            names = [
-                "parameter-tier",
-                "prefetcher",
-                *(f"optimizer-{part}" for part in range(len(optimizers))),
-                "compute",
-            ]
-            pids = answers([actor.__ray_call__.remote(process_number) for actor in started], START_TIMEOUT_S)
-            processes = ActorProcesses(dict(zip(names, pids, strict=True)))
+            pids = answers([actor.__ray_call__.remote(process_number) for actor in started.values()], START_TIMEOUT_S)
+            processes = ActorProcesses(dict(zip(started, pids, strict=True)))
         except BaseException as error:
             # Who is still starting has told no process number; whoever has the arena is known by it.
             users = ActorProcesses.with_arena(arena) if arena is not None else ActorProcesses({})
             # Without the tier the others cannot be constructed: their errors are not the cause.
             without_tier = isinstance(error, RayActorError) and died(tier)
-            end_actors(started, users)
+            end_actors(list(started.values()), users)
             if without_tier:
                 raise ActorLostError("the actor parameter-tier died while the actors were starting") from error
             raise
