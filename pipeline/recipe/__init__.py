@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from pipeline.recipe.recipe import (
+from pipeline.recipe.errors import RecipeError
+from pipeline.recipe.recipe import Difference, differences, load_recipe, parse_recipe, recipe_toml
+from pipeline.recipe.resolved import Recipe
+from pipeline.recipe.sections import (
     CheckpointSection,
     DataSection,
-    Difference,
     EvalSection,
     LogSection,
     MemorySection,
     ModelSection,
     OptimizerSection,
     PrecisionSection,
-    Recipe,
-    RecipeError,
     RunSection,
     TrainSection,
-    differences,
-    load_recipe,
-    parse_recipe,
-    recipe_toml,
 )
 
 __all__ = [

@@ -20,39 +20,7 @@ from pydantic import ValidationError
 
 from pipeline.recipe.errors import Problem, RecipeError, problems_of, raise_problems
 from pipeline.recipe.resolved import Recipe
-from pipeline.recipe.sections import (
-    CheckpointSection,
-    DataSection,
-    EvalSection,
-    LogSection,
-    MemorySection,
-    ModelSection,
-    OptimizerSection,
-    PrecisionSection,
-    RunSection,
-    TrainSection,
-)
 from pipeline.recipe.words import shown
-
-__all__ = [
-    "CheckpointSection",
-    "DataSection",
-    "Difference",
-    "EvalSection",
-    "LogSection",
-    "MemorySection",
-    "ModelSection",
-    "OptimizerSection",
-    "PrecisionSection",
-    "Recipe",
-    "RecipeError",
-    "RunSection",
-    "TrainSection",
-    "differences",
-    "load_recipe",
-    "parse_recipe",
-    "recipe_toml",
-]
 
 _PATH_KEYS = {
     "run.dir": (),

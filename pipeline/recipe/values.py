@@ -1,4 +1,4 @@
-"""What a key of a recipe may hold: the types of `recipe_sections`, and the strictness that all sections share."""
+"""What a key of a recipe may hold: the types of `sections`, and the strictness that all sections share."""
 
 from __future__ import annotations
 
