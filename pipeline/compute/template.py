@@ -122,10 +122,6 @@ class LayerTemplate:
         self._run: RunLayer = _compiled(_run_layer, backend) if compile else _run_layer
         self._run_feed_forward: RunFeedForward = _compiled(_run_feed_forward, backend) if compile else _run_feed_forward
 
-    def accumulator_views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Views of the flat gradient accumulator for `backward`, in the order of the layout."""
-        return tensor_views(flat, self._layout)
-
     def forward(self, x_BSH: Tensor, context: AttentionContext) -> Tensor:
         """Run the layer that lies in the slot, without a graph."""
         with torch.no_grad():
@@ -147,7 +143,7 @@ class LayerTemplate:
             x_BSH: Input of the layer, as `forward` had it.
             context: As `forward` had it.
             grad_y_BSH: Gradient of the loss by the layer's output.
-            accumulators: fp32, one a tensor in the order of the layout (`accumulator_views`); every gradient is added
+            accumulators: fp32, one a tensor in the order of the layout (`tensor_views`); every gradient is added
                 to its own, in fp32. A parameter that took no part adds nothing.
 
         Returns:

@@ -116,7 +116,7 @@ class LayerByLayer:
         )
         torch.testing.assert_close(evaluated / supervised, loss)
         for template, x, layer in zip(reversed(templates), reversed(inputs), reversed(decoders), strict=True):
-            grad = template.backward(x, context, grad, template.accumulator_views(self.grads[layer.index]))
+            grad = template.backward(x, context, grad, tensor_views(self.grads[layer.index], layer))
         self.family.embed_backward(input_ids, grad, embedding_grad)
         return loss.item()
 
@@ -282,8 +282,8 @@ def test_one_compiled_layer_serves_both_slots_and_every_set_of_documents() -> No
             plain = LayerTemplate(ours.family, layer.index, layer, ours.weights[layer.index])
             torch.testing.assert_close(template.forward(x, context), plain.forward(x, context))
             grads, plain_grads = torch.zeros(layer.numel), torch.zeros(layer.numel)
-            got = template.backward(x, context, x, template.accumulator_views(grads))
-            torch.testing.assert_close(got, plain.backward(x, context, x, plain.accumulator_views(plain_grads)))
+            got = template.backward(x, context, x, tensor_views(grads, layer))
+            torch.testing.assert_close(got, plain.backward(x, context, x, tensor_views(plain_grads, layer)))
             torch.testing.assert_close(grads, plain_grads)
     assert len(graphs) == 2, "one graph without gradients and one with"
 
@@ -299,9 +299,9 @@ def test_gradients_of_micro_batches_add_up_in_fp32() -> None:
     template = LayerTemplate(ours.family, 1, layer, ours.weights[1].bfloat16())
     x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(5)).bfloat16()
     once, often = torch.zeros(layer.numel), torch.zeros(layer.numel)
-    template.backward(x, context, x, template.accumulator_views(once))
+    template.backward(x, context, x, tensor_views(once, layer))
     for _ in range(32):
-        template.backward(x, context, x, template.accumulator_views(often))
+        template.backward(x, context, x, tensor_views(often, layer))
     # A sum kept in bf16 would be off by its 8 bits, 4e-3.
     torch.testing.assert_close(often, once * 32, rtol=1e-5, atol=1e-6)
 
@@ -317,7 +317,7 @@ def test_a_parameter_without_gradient_leaves_the_others_in_their_places() -> Non
     x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(4))
     whole, partial = torch.zeros(layer.numel), torch.zeros(layer.numel)
     template = LayerTemplate(ours.family, 1, layer, ours.weights[1])
-    template.backward(x, context, x, template.accumulator_views(whole))
+    template.backward(x, context, x, tensor_views(whole, layer))
 
     class WithoutQueryBias(type(ours.family)):  # type: ignore[misc]
         """A layer whose `q_proj.bias` takes no part in the graph, as an expert without tokens would."""
@@ -331,7 +331,7 @@ def test_a_parameter_without_gradient_leaves_the_others_in_their_places() -> Non
                 module.self_attn.q_proj._parameters["bias"] = bias
 
     template = LayerTemplate(WithoutQueryBias(spec), 1, layer, ours.weights[1])
-    template.backward(x, context, x, template.accumulator_views(partial))
+    template.backward(x, context, x, tensor_views(partial, layer))
     for tensor, got, expected in zip(
         layer.tensors, tensor_views(partial, layer), tensor_views(whole, layer), strict=True
     ):

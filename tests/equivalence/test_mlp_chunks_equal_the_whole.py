@@ -8,36 +8,18 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from pipeline.compute.layer_halves import chunks_of
-from pipeline.compute.template import LayerTemplate
-from pipeline.families import family_of, load_model_spec, model_layout
-from pipeline.families.attention import AttentionContext, build_attention_context
+from pipeline.compute.template import LayerTemplate, tensor_views
+from support.layer_case import LENGTH, SEQUENCES, LayerCase
 from support.local_compute import local_compute
 from support.tiny import FAMILIES, random_batch, tiny_config
 from tiers.layout import Precision
 
-SEQUENCES, LENGTH = 2, 24
 
-
-class Case:
-    """A decoder layer with random weights, a batch of packed documents, and templates of it."""
+class Case(LayerCase):
+    """A layer, run by templates with and without chunks."""
 
     def __init__(self, config: dict[str, object], precision: Precision = Precision.FP32) -> None:
-        spec = load_model_spec(config, precision)
-        self.family = family_of(spec)
-        self.layout = model_layout(spec).layers[1]
-        dtype = torch.bfloat16 if precision is Precision.BF16 else torch.float32
-        generator = torch.Generator().manual_seed(1)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype)
-
-        self.flat = normal(self.layout.numel) * 0.3
-        self.x, self.grad = (normal(SEQUENCES, LENGTH, spec.hidden_size) for _ in range(2))
-        positions = torch.arange(LENGTH).repeat(SEQUENCES, 1) % 11
-        tables = self.family.build_rotary(torch.device("cpu"))(positions, dtype)
-        self.context: AttentionContext = build_attention_context(
-            positions, tables, self.family.windows, single_document=False
-        )
+        super().__init__(config, precision, 0.3)
 
     def run(self, mlp_chunk_tokens: int, **options: bool | str) -> tuple[Tensor, ...]:
         """Output, gradient by the input, and by each weight."""
@@ -51,7 +33,7 @@ class Case:
         )
         sums = torch.zeros(self.layout.numel)
         y = template.forward(self.x, self.context)
-        views = template.accumulator_views(sums)
+        views = tensor_views(sums, self.layout)
         return y, template.backward(self.x, self.context, self.grad, views), *views
 
 

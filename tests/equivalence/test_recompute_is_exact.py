@@ -8,39 +8,23 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from pipeline.compute.recompute import UncomputedLinear, leave_out
-from pipeline.compute.template import LayerTemplate
-from pipeline.families import family_of, load_model_spec, model_layout
-from pipeline.families.attention import AttentionContext, build_attention_context
+from pipeline.compute.template import LayerTemplate, tensor_views
+from support.layer_case import LayerCase
 from support.tiny import FAMILIES, tiny_config
 from tiers.layout import Precision
 
 
-class Case:
-    """A decoder layer with random weights, a batch, and the template under test."""
+class Case(LayerCase):
+    """A layer and the template under test."""
 
     def __init__(self, config: dict[str, object], precision: Precision = Precision.FP32, **options: bool | str) -> None:
-        spec = load_model_spec(config, precision)
-        self.family = family_of(spec)
-        self.layout = model_layout(spec).layers[1]
-        dtype = torch.bfloat16 if precision is Precision.BF16 else torch.float32
-        generator = torch.Generator().manual_seed(1)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype)
-
-        self.flat = normal(self.layout.numel) * 0.1
-        self.x, self.grad = normal(2, 24, spec.hidden_size), normal(2, 24, spec.hidden_size)
-        positions = torch.arange(24).repeat(2, 1) % 11
-        tables = self.family.build_rotary(torch.device("cpu"))(positions, dtype)
-        self.context: AttentionContext = build_attention_context(
-            positions, tables, self.family.windows, single_document=False
-        )
+        super().__init__(config, precision, 0.1)
         self.template = LayerTemplate(self.family, 1, self.layout, self.flat, **options)  # type: ignore[arg-type]
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """By the input, and by the weights in the flat order."""
         flat = torch.zeros(self.layout.numel)
-        by_input = self.template.backward(self.x, self.context, self.grad, self.template.accumulator_views(flat))
+        by_input = self.template.backward(self.x, self.context, self.grad, tensor_views(flat, self.layout))
         return by_input, flat
 
     def gradients_of_the_whole_layer(self) -> tuple[Tensor, Tensor]:

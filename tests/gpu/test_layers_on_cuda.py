@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from pipeline.compute.head import Head
-from pipeline.compute.template import LayerTemplate
+from pipeline.compute.template import LayerTemplate, tensor_views
 from pipeline.families import Family, family_of, load_model_spec, model_layout
 from pipeline.families.attention import AttentionContext, build_attention_context
 from pipeline.messages import IGNORED
@@ -69,8 +69,8 @@ def test_packed_documents_by_the_kernel_equal_the_mask_and_never_compile_anew(wi
             pairs = [
                 (template.forward(x, context), exact.forward(x.float(), exact_context)),
                 (
-                    template.backward(x, context, x, template.accumulator_views(grads)),
-                    exact.backward(x.float(), exact_context, x.float(), exact.accumulator_views(exact_grads)),
+                    template.backward(x, context, x, tensor_views(grads, layer)),
+                    exact.backward(x.float(), exact_context, x.float(), tensor_views(exact_grads, layer)),
                 ),
                 (grads, exact_grads),
             ]

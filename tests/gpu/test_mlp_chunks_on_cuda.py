@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from pipeline.compute.template import LayerTemplate
+from pipeline.compute.template import LayerTemplate, tensor_views
 from pipeline.families import family_of, load_model_spec, model_layout
 from pipeline.families.attention import build_attention_context
 from pipeline.memory.activation_bytes import work_term
@@ -55,9 +55,9 @@ def test_compiled_chunks_equal_the_whole_within_bf16_and_hold_no_more_than_the_a
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             y = template.forward(x, context)
-            by_input = template.backward(x, context, grad, template.accumulator_views(sums))
+            by_input = template.backward(x, context, grad, tensor_views(sums, layout))
             torch.cuda.synchronize()
-            peak, found = torch.cuda.max_memory_allocated() - before, (y, by_input, *template.accumulator_views(sums))
+            peak, found = torch.cuda.max_memory_allocated() - before, (y, by_input, *tensor_views(sums, layout))
         return found, peak
 
     torch._dynamo.reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.compute.template import LayerTemplate
+from pipeline.compute.template import LayerTemplate, tensor_views
 from pipeline.families import family_of, load_model_spec, model_layout
 from pipeline.families.attention import build_attention_context
 from pipeline.memory.activation_bytes import work_term
@@ -37,7 +37,7 @@ def held_and_accounted(
     x, grad = x.view(1, tokens, HIDDEN), grad.view(1, tokens, HIDDEN)
     with LiveBytes([slot, x, grad, sums, *tables]) as live:
         template.forward(x, context)
-        template.backward(x, context, grad, template.accumulator_views(sums))
+        template.backward(x, context, grad, tensor_views(sums, layout))
     element, shape = slot.element_size(), ComputeShape.of_config(spec.config.to_dict())
     account = work_term(shape, tokens, layout.numel * element, element, compiled=False, mlp_chunk_tokens=chunk)
     assert account.name == "layer at work"
