@@ -26,7 +26,7 @@ from pipeline.recipe import Recipe
 from tiers.host_memory import available_host_bytes
 from tiers.layout import ModelLayout
 
-DEVICE_RESERVE = 0.02
+DEVICE_RESERVE = 0.01
 """Share of free device memory left alone: the allocator's pools never fill to the last block."""
 
 CPU_DEVICE_SHARE = 0.25

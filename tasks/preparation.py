@@ -72,6 +72,7 @@ def prepare(recipe: Recipe) -> Preparation:
             device="cuda" if machine.cuda else "cpu",
             decoder_slots=placement.schedule.decoder_slots,
             kept_layers=placement.schedule.kept_layers,
+            own_slots=placement.schedule.own_slots,
             boundary_every=placement.schedule.boundary_every,
             waves=placement.schedule.waves,
             mlp_chunk_tokens=placement.mlp_chunk_tokens,

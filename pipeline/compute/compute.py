@@ -58,11 +58,16 @@ class Compute:
         weights = [_tensor(self._arena, extent) for extent in arena_map.weights]
         self._gradients = [_tensor(self._arena, extent) for extent in arena_map.gradients]
         room = _tensor(self._arena, arena_map.activations).view(torch.uint8) if arena_map.activations else None
-        self._slots = WeightSlots(model, settings.decoder_slots, weights, self._streams, settings.kept_layers)
+        self._slots = WeightSlots(model, settings.decoder_slots, weights, self._streams, settings.own_slots)
         homes = self._homes = arena_map.plan.homes
-        held = {layer for layer, home in enumerate(homes) if home.gradient_on_device} | set(settings.device_updates)
+        held = {layer for layer, home in enumerate(homes) if home.gradient_on_device}
         self._outgoing = OutgoingGradients(
-            model, settings.outgoing_buffers, self._gradients[0].dtype, self._streams, held
+            model,
+            settings.outgoing_buffers,
+            self._gradients[0].dtype,
+            self._streams,
+            held=held,
+            updated_here=settings.device_updates,
         )
         self._lent = LentStates(model, self._lendable(arena_map), settings.optimizer, self._streams)
         boundaries = Boundaries(self._streams, room)

@@ -31,7 +31,7 @@ class _Slot:
 
 
 class WeightSlots:
-    """The device slots: for decoder layers in turn, for those that keep theirs, for the embedding and for the head.
+    """The device slots: for decoder layers in turn, for those that have their own, for the embedding and for the head.
 
     When the head is not tied to the embedding the two share memory: the embedding is read by the first operation of
     a step and the head by one in its middle. When it is tied, the embedding matrix stays from the one to the other.
@@ -43,7 +43,7 @@ class WeightSlots:
         decoder_slots: int,
         weights: Sequence[torch.Tensor],
         streams: Streams,
-        kept_layers: int = 0,
+        own_slots: int = 0,
     ) -> None:
         """Allocate the slots.
 
@@ -52,7 +52,7 @@ class WeightSlots:
             decoder_slots: 1 or more; 2 let a layer stream in while another computes.
             weights: By layer, its flat weights in the arena, [numel] on the host; owned by the tier.
             streams: Of this process.
-            kept_layers: Decoder layers that have a slot each, beside those that are shared.
+            own_slots: Decoder layers that have a slot each, beside those that are shared.
         """
         self._weights = weights
         self._streams = streams
@@ -61,7 +61,7 @@ class WeightSlots:
             numel = max(layer.numel for layer in layout.layers if layer.kind in kinds)
             return _Slot(torch.zeros(numel, dtype=weights[0].dtype, device=streams.device))
 
-        self._slots = {number: slot({LayerKind.DECODER}) for number in range(decoder_slots + kept_layers)}
+        self._slots = {number: slot({LayerKind.DECODER}) for number in range(decoder_slots + own_slots)}
         if layout.tied:
             self._slots[EMBEDDING_SLOT] = slot({LayerKind.EMBEDDING})
             self._slots[HEAD_SLOT] = slot({LayerKind.HEAD})

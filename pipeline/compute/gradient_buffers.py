@@ -2,7 +2,8 @@
 
 A layer's gradient is summed in an *accumulator*, which is zero between layers. It leaves as the arena's gradient type
 through one of a few *outgoing* buffers, so that the next layer's backward need not wait for the copy to the host, or
-through a buffer of the layer's own, where it waits for the global norm when the host has no room for it.
+through a buffer of the layer's own, where it waits for the global norm when the host has no room for it, or when the
+layer is updated on the device.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
 class _Outgoing:
     """A buffer and what it waits for."""
 
-    buffer: torch.Tensor
+    numel: int
+    buffer: torch.Tensor | None = None
+    """None while no gradient is in it, of a layer that is updated on the device."""
     holds: tuple[int, int] | None = None
     """(step, layer) of the gradient in it, until its copy to the host has been enqueued."""
     filled: Mark | None = None
@@ -92,7 +95,13 @@ class OutgoingGradients:
     """
 
     def __init__(
-        self, layout: ModelLayout, count: int, dtype: torch.dtype, streams: Streams, held: Collection[int] = ()
+        self,
+        layout: ModelLayout,
+        count: int,
+        dtype: torch.dtype,
+        streams: Streams,
+        held: Collection[int] = (),
+        updated_here: Collection[int] = (),
     ) -> None:
         """Allocate `count` buffers of the arena's gradient type, each as large as the layers that use it.
 
@@ -102,31 +111,43 @@ class OutgoingGradients:
             dtype: Of the gradients in the arena.
             streams: Of this process.
             held: Layers whose gradients wait on the device for the norm; each gets a buffer of its own.
+            updated_here: Layers whose gradients do not leave; each has memory only from `fill` to `discard`, which
+                layers that keep their graphs have in between.
         """
         self._streams = streams
+        self._dtype = dtype
+        self._updated_here = frozenset(updated_here)
+        own = self._updated_here.union(held)
         last = len(layout.layers) - 1
-        buffer_of = {layer.index: (last - layer.index) % count for layer in layout.layers if layer.index not in held}
-        buffer_of |= {layer: count + rank for rank, layer in enumerate(sorted(held))}
+        buffer_of = {layer.index: (last - layer.index) % count for layer in layout.layers if layer.index not in own}
+        buffer_of |= {layer: count + rank for rank, layer in enumerate(sorted(own))}
         numel: dict[int, int] = {}
         for layer in layout.layers:
             buffer = buffer_of[layer.index]
             numel[buffer] = max(numel.get(buffer, 0), layer.numel)
-        buffers = {
-            buffer: _Outgoing(torch.empty(size, dtype=dtype, device=streams.device)) for buffer, size in numel.items()
-        }
+        buffers = {buffer: _Outgoing(size) for buffer, size in numel.items()}
         self._buffers = {layer: buffers[buffer] for layer, buffer in buffer_of.items()}
         """By layer."""
+        for layer, outgoing in self._buffers.items():
+            if layer not in self._updated_here and outgoing.buffer is None:
+                outgoing.buffer = self._memory(outgoing)
+
+    def _memory(self, outgoing: _Outgoing) -> torch.Tensor:
+        return torch.empty(outgoing.numel, dtype=self._dtype, device=self._streams.device)
 
     def _of(self, layer: int) -> _Outgoing:
         return self._buffers[layer]
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of the buffers."""
-        return sum(buffer.nbytes for buffer in {id(each): each.buffer for each in self._buffers.values()}.values())
+        """Device memory of the buffers that exist now."""
+        distinct = {id(each): each.buffer for each in self._buffers.values()}.values()
+        return sum(buffer.nbytes for buffer in distinct if buffer is not None)
 
     def fill(self, step: int, layer: int, accumulator: torch.Tensor) -> None:
         """Enqueue on the compute stream: convert a finished gradient into the layer's buffer, zero the accumulator.
+
+        The memory of a gradient that does not leave is that stream's, and `discard` gives it back to it.
 
         Args:
             step: Number of the step.
@@ -137,6 +158,8 @@ class OutgoingGradients:
         assert outgoing.holds is None, f"gradient of step, layer {outgoing.holds} would be overwritten by {step, layer}"
         if outgoing.drained is not None:
             self._streams.compute.wait(outgoing.drained)
+        if outgoing.buffer is None:
+            outgoing.buffer = self._memory(outgoing)
         outgoing.buffer[: accumulator.numel()].copy_(accumulator)
         accumulator.zero_()
         outgoing.filled = self._streams.compute.mark()
@@ -155,7 +178,8 @@ class OutgoingGradients:
             The mark at which all bytes are in `destination`; nobody may read it before.
         """
         outgoing = self._of(layer)
-        assert outgoing.holds == (step, layer) and outgoing.filled is not None, f"no gradient of {step, layer} is ready"
+        assert outgoing.holds == (step, layer) and outgoing.buffer is not None, f"no gradient of {step, layer} is ready"
+        assert outgoing.filled is not None
         stream = self._streams.to_host
         with stream.enqueue():
             stream.wait(outgoing.filled)
@@ -168,7 +192,7 @@ class OutgoingGradients:
     def read(self, step: int, layer: int) -> torch.Tensor:
         """A finished gradient [layer.numel] for work on the compute stream, which `discard` follows."""
         outgoing = self._of(layer)
-        assert outgoing.holds == (step, layer), f"no gradient of {step, layer} is ready"
+        assert outgoing.holds == (step, layer) and outgoing.buffer is not None, f"no gradient of {step, layer} is ready"
         return outgoing.buffer
 
     def discard(self, step: int, layer: int) -> None:
@@ -176,3 +200,5 @@ class OutgoingGradients:
         outgoing = self._of(layer)
         assert outgoing.holds == (step, layer), f"no gradient of {step, layer} is ready"
         outgoing.holds = None
+        if layer in self._updated_here:
+            outgoing.buffer = None

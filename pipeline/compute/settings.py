@@ -28,7 +28,9 @@ class ComputeSettings:
     mlp_chunk_tokens: int = 0
     """Most tokens that pass the feed-forward network of a recomputed layer at once; 0 for a whole micro-batch."""
     kept_layers: int = 0
-    """Decoder layers, the last ones, that keep weights and graph from forward to backward."""
+    """Decoder layers, the last ones, that keep their graph from forward to backward."""
+    own_slots: int = 0
+    """Decoder layers, the last ones, that have a device slot each, beside those that are shared."""
     boundary_every: int = 1
     """Of the recomputed decoder layers one in so many keeps its input for the backward."""
     waves: int = 1

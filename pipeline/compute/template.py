@@ -38,7 +38,7 @@ def tensor_views(flat: Tensor, layout: LayerLayout) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KeptGraph:
-    """What a forward keeps for a backward without recompute. The layer must stay in its slot until then."""
+    """What a forward keeps for a backward without recompute. The layer must lie in the same slot again by then."""
 
     layer_input: Tensor
     layer_output: Tensor
@@ -101,7 +101,9 @@ class LayerTemplate:
         self._layout = layout
         self._mlp_chunk_tokens = mlp_chunk_tokens
         self._names = layer_parameter_names(family, layout)
-        self._parameters = [nn.Parameter(view) for view in tensor_views(slot_buffer, layout)]
+        # `data`: autograd must not count the slot's fillings. A kept graph refers to the slot, which may have held
+        # other layers when its backward comes, and holds this one again.
+        self._parameters = [nn.Parameter(view.data) for view in tensor_views(slot_buffer, layout)]
         self._module = self._built()
 
         # Not factored: the compiler would keep every factor from forward to backward, half as much again.

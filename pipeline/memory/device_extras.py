@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,8 @@ class Extras:
     """Shared decoder slots beyond those asked for: more layers lie on the device when a step ends."""
     kept_in_lent_room: int = 0
     """Of the kept layers, as `SchedulePlan` says."""
+    own_slots: int = 0
+    """Of the kept layers, those whose weights are streamed only once."""
 
 
 NO_EXTRAS = Extras()
@@ -66,9 +69,19 @@ def choose_extras(
     chosen = next((extras for extras in (first_choice if updates else []) + fewer if fits(extras)), NO_EXTRAS)
     most = decoders if kept_layers is None else min(kept_layers, decoders)
     for count in range(most, 0, -1):
-        shared = range(min(count, decoders // 2) + 1) if chosen.device_updates else range(1)
+        # Above all layers that are updated here, whose gradients come into that room as soon as there are any.
+        above = decoders - max(chosen.device_updates, default=0)
+        shared = range(min(count, decoders // 2, above) + 1) if chosen.device_updates else range(1)
         if fits(replace(chosen, kept_layers=count, kept_in_lent_room=shared[-1])):
             # As few as do: the forward of the first that shares waits until the lent state has gone.
             candidates = (replace(chosen, kept_layers=count, kept_in_lent_room=layers) for layers in shared)
-            return next(extras for extras in candidates if fits(extras))
+            chosen = next(extras for extras in candidates if fits(extras))
+            return _with_own_slots(chosen, fits)
     return chosen
+
+
+def _with_own_slots(chosen: Extras, fits: Callable[[Extras], bool]) -> Extras:
+    """The same with as many slots as there is room for left: they only spare the link, which has time in most runs."""
+    counts = range(chosen.kept_layers + 1)
+    most = bisect_left(counts, True, key=lambda count: not fits(replace(chosen, own_slots=count))) - 1
+    return replace(chosen, own_slots=most)

@@ -7,16 +7,16 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from operator import itemgetter
 
-from pipeline.memory.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
+from pipeline.memory.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots
 from pipeline.memory.device_extras import Extras
 from pipeline.memory.device_fit import (
-    chunk_tokens,
     decoders,
     device_account,
     extras_of,
     room_for_gradients,
     spilled_boundaries,
 )
+from pipeline.memory.device_ways import DeviceWay, chunk_sizes, worth_trying
 from pipeline.memory.footprint import Place, Term, total
 from pipeline.memory.homes import Spill, homes, without_ram_gradients
 from pipeline.memory.host_footprint import arena_terms, process_terms
@@ -37,26 +37,35 @@ from tiers.scratch import scratch_bytes
 
 
 def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
-    """The first placement that fits, in the order of `boundary_plans`; where none does, what the first lacks."""
+    """The first placement that fits, in the order of `variants`; where none does, what the first lacks."""
     shortage: Shortage | None = None
     for variant in variants(request, budget):
         found = _solve(variant, budget)
         if isinstance(found, Placement):
             return found
         shortage = shortage or found
-    return shortage or _solve(_with_boundaries(request, budget, next(_boundary_plans(request))), budget)
+    return shortage or _device_shortage(request)
 
 
 def variants(request: PlacementRequest, budget: MemoryBudget) -> Iterator[PlacementRequest]:
-    """The request with each way to hold boundary activations that is worth trying, those that fit the device alone."""
+    """The request with each way to make activations fit that is worth trying, those that fit the device alone."""
 
-    def spilled(plan: BoundaryPlan) -> int | None:
-        variant = _with_boundaries(request, budget, plan)
+    def spilled(way: DeviceWay) -> int | None:
+        variant = _with_way(request, way)
         count = spilled_boundaries(variant, budget.gpu_bytes)
         return count if total(device_account(variant, count, 0)) <= budget.gpu_bytes else None
 
-    for plan in worth_trying(_boundary_plans(request), spilled):
-        yield _with_boundaries(request, budget, plan)
+    for way in worth_trying(_boundary_plans(request), _chunk_sizes(request), spilled):
+        yield _with_way(request, way)
+
+
+def _device_shortage(request: PlacementRequest) -> Shortage:
+    """The least that the device must hold with the first of the ways to hold boundary activations."""
+    plan = next(_boundary_plans(request))
+    tried = [_with_way(request, DeviceWay(plan, size)) for size in _chunk_sizes(request)]
+    accounts = [device_account(each, spilled_boundaries(each, 0), 0) for each in tried]
+    least = min(accounts, key=total)
+    return Shortage(Place.DEVICE, total(least), least)
 
 
 def _boundary_plans(request: PlacementRequest) -> Iterator[BoundaryPlan]:
@@ -65,12 +74,16 @@ def _boundary_plans(request: PlacementRequest) -> Iterator[BoundaryPlan]:
     )
 
 
-def _with_boundaries(request: PlacementRequest, budget: MemoryBudget, plan: BoundaryPlan) -> PlacementRequest:
-    slots = streaming_slots(plan.every, request.decoder_slots)
-    request = replace(request, boundary_every=plan.every, waves=plan.waves, decoder_slots=slots)
-    if request.mlp_chunk_tokens is None:
-        request = replace(request, mlp_chunk_tokens=chunk_tokens(request, budget.gpu_bytes))
-    return request
+def _chunk_sizes(request: PlacementRequest) -> tuple[int, ...]:
+    return chunk_sizes(request.step.micro_batch_tokens, request.mlp_chunk_tokens)
+
+
+def _with_way(request: PlacementRequest, way: DeviceWay) -> PlacementRequest:
+    every, waves = way.boundaries
+    slots = streaming_slots(every, request.decoder_slots)
+    return replace(
+        request, boundary_every=every, waves=waves, decoder_slots=slots, mlp_chunk_tokens=way.chunk_tokens
+    )
 
 
 def _solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
@@ -186,6 +199,7 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: E
         device_gradients=tuple(home.gradient_on_device for home in homes),
         device_updates=extras.device_updates,
         kept_layers=extras.kept_layers,
+        own_slots=extras.own_slots,
         kept_in_lent_room=extras.kept_in_lent_room,
         boundary_every=request.boundary_every or 1,
         waves=request.waves or 1,

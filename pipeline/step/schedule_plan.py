@@ -36,8 +36,9 @@ class SchedulePlan:
     embedding, the first decoder layers) and are at home in RAM. Only with clipping, where the next forward would wait
     for them."""
     kept_layers: int = 0
-    """Decoder layers, the last ones, that keep weights and graph on the device from forward to backward: slots of
-    their own, no second streaming, no recompute."""
+    """Decoder layers, the last ones, that keep their graph on the device from forward to backward: no recompute."""
+    own_slots: int = 0
+    """Decoder layers, the last ones, whose weights have device slots of their own and are streamed once a step."""
     kept_in_lent_room: int = 0
     """Of the kept layers, the last ones whose graphs use the memory of lent state before it comes and after it has
     gone."""
@@ -66,7 +67,7 @@ class SchedulePlan:
     def device_slot(self, layer: int) -> int:
         """Device slot that holds `layer` while it is at work."""
         if self.kinds[layer] is LayerKind.DECODER:
-            if layer >= self.head - self.kept_layers:
+            if layer >= self.head - self.own_slots:
                 return self.decoder_slots + self.head - 1 - layer
             return (layer - 1) % self.decoder_slots
         return EMBEDDING_SLOT if layer == 0 else HEAD_SLOT

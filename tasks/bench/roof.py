@@ -40,10 +40,10 @@ def measure_roof(preparation: Preparation, steps: int) -> RoofReport:
     # One host slot for all layers: the roof needs weights on the device once and the host never again.
     tier_plan = TierPlan(model, (LayerHome(0, 0, 0),) * len(model.layers), placed.tier.gradient_type)
     # Layers that keep their graph in the steps keep it here. What steps do for want of memory is no part of the roof.
-    slots = max(1, decoders - placed.schedule.kept_layers)
     schedule = dataclasses.replace(
         placed.schedule,
-        decoder_slots=slots,
+        decoder_slots=decoders,
+        own_slots=0,
         weight_slots=(),
         state_slots=(),
         gradient_slots=(),
@@ -55,7 +55,8 @@ def measure_roof(preparation: Preparation, steps: int) -> RoofReport:
     )
     settings = dataclasses.replace(
         preparation.compute,
-        decoder_slots=slots,
+        decoder_slots=decoders,
+        own_slots=0,
         record_spans=False,
         max_grad_norm=1.0,
         device_updates=(),

@@ -44,6 +44,7 @@ def on_the_host(precision: Precision, tied: bool) -> tuple[list[tuple[float, flo
         {"device_updates": (0, 1, 2, 3, 4, 5), "decoder_slots": 5, "device_gradients": 2},
         {"device_updates": (0, 1, 2), "kept_layers": 3},
         {"device_updates": (0, 1, 2), "kept_layers": 5, "kept_in_lent_room": 2},
+        {"device_updates": (0, 1, 2), "kept_layers": 5, "own_slots": 4},
     ],
     ids=str,
 )

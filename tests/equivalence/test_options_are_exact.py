@@ -74,6 +74,8 @@ def differing(got: Weights, wanted: Weights) -> dict[str, float]:
         {"activation_bytes": 1 << 20},
         {"kept_layers": 2},
         {"kept_layers": 5},
+        {"kept_layers": 5, "own_slots": 2},
+        {"kept_layers": 3, "own_slots": 3, "decoder_slots": 1},
         {"kept_layers": 4, "decoder_slots": 1, "activation_bytes": 1 << 20},
         {"boundary_every": 2, "decoder_slots": 3},
     ],

@@ -50,6 +50,7 @@ def in_one_wave(precision: Precision, tied: bool, max_grad_norm: float | None) -
         {"waves": 2},
         {"waves": 5, "boundary_every": 3, "decoder_slots": 1},
         {"waves": 2, "kept_layers": 2, "boundary_every": 2, "activation_bytes": 1 << 13},
+        {"waves": 2, "kept_layers": 5, "own_slots": 3},
         {"boundary_every": 9},
         {"boundary_every": 2, "kept_layers": 1, "activation_bytes": 1 << 13},
     ],

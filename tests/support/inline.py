@@ -49,6 +49,7 @@ class Case:
     device_gradients: int = 0
     device_updates: tuple[int, ...] = ()
     kept_layers: int = 0
+    own_slots: int = 0
     boundary_every: int = 1
     waves: int = 1
     kept_in_lent_room: int = 0
@@ -81,6 +82,7 @@ class Case:
             device_gradients=tuple(home.gradient_on_device for home in placed),
             device_updates=self.device_updates,
             kept_layers=self.kept_layers,
+            own_slots=self.own_slots,
             boundary_every=self.boundary_every,
             waves=self.waves,
             kept_in_lent_room=self.kept_in_lent_room,
@@ -98,6 +100,7 @@ class Case:
             head_chunk_tokens=self.head_chunk_tokens,
             device_updates=self.device_updates,
             kept_layers=self.kept_layers,
+            own_slots=self.own_slots,
             boundary_every=self.boundary_every,
             waves=self.waves,
             optimizer=self.optimizer_settings(),

@@ -23,6 +23,7 @@ plans = (
         held=st.integers(0, 9),
         on_device=st.integers(0, 4),
         kept=st.integers(0, 7),
+        own=st.integers(0, 7),
         sharing=st.integers(0, 7),
         every=st.integers(1, 4),
     )
@@ -35,6 +36,7 @@ plans = (
         spilled=st.sampled_from(["none", "state", "weights"]),
         ring=st.sampled_from([0, 2, 3]),
         kept=st.integers(0, 7),
+        own=st.integers(0, 7),
         every=st.integers(1, 4),
     )
     | st.builds(
@@ -45,6 +47,7 @@ plans = (
         decoder_slots=st.integers(1, 3),
         spilled=st.sampled_from(["none", "state", "weights"]),
         kept=st.integers(0, 7),
+        own=st.integers(0, 7),
         every=st.integers(1, 4),
         waves=st.integers(2, 4),
     )
@@ -54,6 +57,7 @@ plans = (
         tied=st.booleans(),
         on_device=st.integers(1, 4),
         kept=st.integers(0, 7),
+        own=st.integers(0, 7),
         sharing=st.integers(0, 7),
         waves=st.integers(2, 3),
     )
@@ -91,11 +95,15 @@ def test_weights_cross_once_forward_and_once_backward_and_not_again_where_they_s
     assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.BACKWARD] == [4, 3, 2, 1]
 
 
-def test_a_layer_that_keeps_its_graph_is_streamed_once_into_a_slot_of_its_own() -> None:
-    plan = make_plan(decoders=6, kept=2)
-    operations = build_step(plan)
-    assert [plan.device_slot(layer) for layer in range(1, 7)] == [0, 1, 0, 1, 3, 2]
-    assert [key.layer for key in keys_of(operations, Op.STAGE) if key.pass_ is Pass.BACKWARD] == [2, 1]
+def test_a_layer_that_keeps_its_graph_is_streamed_again_for_its_backward_unless_it_has_a_slot_of_its_own() -> None:
+    def staged_again(plan: SchedulePlan) -> list[int]:
+        return [key.layer for key in keys_of(build_step(plan), Op.STAGE) if key.pass_ is Pass.BACKWARD]
+
+    assert staged_again(make_plan(decoders=6, kept=6)) == [4, 3, 2, 1]
+    own = make_plan(decoders=6, kept=6, own=2)
+    assert [own.device_slot(layer) for layer in range(1, 7)] == [0, 1, 0, 1, 3, 2]
+    assert staged_again(own) == [2, 1]
+    assert staged_again(make_plan(decoders=6, kept=6, own=6)) == []
 
 
 def names_of(plan: SchedulePlan, *ops: Op) -> list[str]:
