@@ -128,8 +128,8 @@ class OutgoingGradients:
         buffers = {buffer: _Outgoing(size) for buffer, size in numel.items()}
         self._buffers = {layer: buffers[buffer] for layer, buffer in buffer_of.items()}
         """By layer."""
-        for layer, outgoing in self._buffers.items():
-            if layer not in self._updated_here and outgoing.buffer is None:
+        for index, outgoing in self._buffers.items():
+            if index not in self._updated_here and outgoing.buffer is None:
                 outgoing.buffer = self._memory(outgoing)
 
     def _memory(self, outgoing: _Outgoing) -> torch.Tensor:
