@@ -23,6 +23,8 @@ def tables(plan: Plan) -> str:
     step = plan.placement.step
     lines.append(f"micro-batch: {step.micro_batch} of {step.sequences} sequences a step")
     lines.append(f"boundary activations: {boundaries_in_words(plan.placement)}")
+    if plan.placement.mlp_chunk_tokens:
+        lines.append(f"feed-forward networks: {plan.placement.mlp_chunk_tokens:,} tokens at a time")
     if plan.reason:
         lines.append(plan.reason)
         lines.append("\nOn a machine with enough of everything it would take:")

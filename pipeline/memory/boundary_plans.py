@@ -6,7 +6,7 @@ that fits, `placement_choice` the one of the shortest step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 EVERY = (1, 2, 3, 5, 8)
@@ -48,26 +48,6 @@ def boundary_plans(
             if every is None and one_in > 1 and 2 * one_in > decoders:
                 break
             yield BoundaryPlan(one_in, parts)
-
-
-def worth_trying(
-    plans: Iterable[BoundaryPlan], spilled: Callable[[BoundaryPlan], int | None]
-) -> Iterator[BoundaryPlan]:
-    """Leave out plans that do more than another one that needs no spilling.
-
-    Args:
-        plans: As `boundary_plans` has them.
-        spilled: Inputs that a plan spills, fewest; None where the device has no room even so.
-    """
-    enough: list[BoundaryPlan] = []
-    for plan in plans:
-        if any(plan.every >= less.every and plan.waves >= less.waves for less in enough):
-            continue
-        count = spilled(plan)
-        if count is not None:
-            yield plan
-            if count == 0:
-                enough.append(plan)
 
 
 def streaming_slots(every: int, slots: int) -> int:

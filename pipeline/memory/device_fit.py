@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
 
 from pipeline.memory.device_extras import NO_EXTRAS, Extras, choose_extras
 from pipeline.memory.device_footprint import device_terms
 from pipeline.memory.footprint import Term, total
-from pipeline.memory.mlp_chunks import DeviceFit, choose_chunk_tokens
 from pipeline.memory.placement_request import PlacementRequest
 from pipeline.step.layer_groups import LayerGroups
 from tiers.layout import LayerHome, LayerKind, ModelLayout
@@ -24,17 +22,6 @@ def spilled_boundaries(request: PlacementRequest, gpu_bytes: int) -> int:
 def decoders(model: ModelLayout) -> int:
     """Decoder layers of a model."""
     return sum(layer.kind is LayerKind.DECODER for layer in model.layers)
-
-
-def chunk_tokens(request: PlacementRequest, gpu_bytes: int) -> int:
-    """Tokens that pass a feed-forward network at a time, so that the device suffices."""
-
-    def fit(chunk_tokens: int) -> DeviceFit:
-        tried = replace(request, mlp_chunk_tokens=chunk_tokens)
-        spilled = spilled_boundaries(tried, gpu_bytes)
-        return DeviceFit(max(0, total(device_account(tried, spilled, 0)) - gpu_bytes), spilled)
-
-    return choose_chunk_tokens(request.step.micro_batch_tokens, fit)
 
 
 def room_for_gradients(request: PlacementRequest, spilled: int, gpu_bytes: int) -> int:

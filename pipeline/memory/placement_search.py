@@ -81,9 +81,7 @@ def _chunk_sizes(request: PlacementRequest) -> tuple[int, ...]:
 def _with_way(request: PlacementRequest, way: DeviceWay) -> PlacementRequest:
     every, waves = way.boundaries
     slots = streaming_slots(every, request.decoder_slots)
-    return replace(
-        request, boundary_every=every, waves=waves, decoder_slots=slots, mlp_chunk_tokens=way.chunk_tokens
-    )
+    return replace(request, boundary_every=every, waves=waves, decoder_slots=slots, mlp_chunk_tokens=way.chunk_tokens)
 
 
 def _solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:

@@ -49,26 +49,53 @@ def choose(
     fitting = [(each, fit) for each, fit in zip(requests, found, strict=True) if isinstance(fit, Placement)]
     if not fitting:
         return found[0]
-    request, best = fitting[0]
-    best_s = _step_s(request, best, hardware)
+    request, best, best_s = _with_best_chunks(*fitting[0], budget, hardware)
     for larger, placement in fitting[1:]:
-        step_s = _step_s(larger, placement, hardware, best_s)
+        larger, placement, step_s = _with_best_chunks(larger, placement, budget, hardware, best_s)
         if step_s < WORTH_A_LARGER_ONE * best_s:
             request, best, best_s = larger, placement, step_s
-    request, best, best_s = _with_best_boundaries(request, budget, hardware, best, best_s)
+    request, best, best_s = _with_best_way(request, budget, hardware, best, best_s)
     return _with_best_extras(request, budget, hardware, best, best_s)
 
 
-def _with_best_boundaries(
-    request: PlacementRequest, budget: MemoryBudget, hardware: Hardware, best: Placement, best_s: float
+def _with_best_chunks(
+    request: PlacementRequest, first: Placement, budget: MemoryBudget, hardware: Hardware, below_s: float = math.inf
 ) -> tuple[PlacementRequest, Placement, float]:
-    """`best`, or the fastest of the other ways to hold boundary activations, where the device cannot hold all."""
-    if best.holds_every_input:
+    """`first`, or the fastest with its boundaries held alike and networks in other chunks; its request is the open one.
+
+    Micro-batches are compared so: with one size of chunks for all, or none, a larger one would lose to what it need
+    not do.
+    """
+    alike = replace(request, boundary_every=first.schedule.boundary_every, waves=first.schedule.waves)
+    first_s = _step_s(request, first, hardware, below_s)
+    _, best, best_s = _with_best_way(alike, budget, hardware, first, first_s, below_s)
+    return request, best, best_s
+
+
+def _with_best_way(
+    request: PlacementRequest,
+    budget: MemoryBudget,
+    hardware: Hardware,
+    best: Placement,
+    best_s: float,
+    below_s: float = math.inf,
+) -> tuple[PlacementRequest, Placement, float]:
+    """`best`, or the fastest of the other ways to make activations fit, where the device cannot hold all as they are.
+
+    Args:
+        request: That leaves the way open.
+        budget: What it may use.
+        hardware: By whose rates steps are predicted.
+        best: One that fits.
+        best_s: Its step; infinity where that is no shorter than `below_s`.
+        below_s: What a step must be shorter than to matter.
+    """
+    if best.holds_every_input and not best.mlp_chunk_tokens:
         return request, best, best_s
     for variant in variants(request, budget):
         placement = solve(variant, budget)
         if isinstance(placement, Placement):
-            step_s = _step_s(variant, placement, hardware, best_s)
+            step_s = _step_s(variant, placement, hardware, min(best_s, below_s))
             # Of ways that are equally fast the one that wears the drive least.
             wears_less = placement.used(Place.NVME) < best.used(Place.NVME)
             if step_s < (1.0 if wears_less else WORTH_A_LARGER_ONE) * best_s * (1 + 1e-9):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.memory.boundary_plans import BoundaryPlan, boundary_plans, streaming_slots, worth_trying
+from pipeline.memory.boundary_plans import boundary_plans, streaming_slots
 from pipeline.memory.device_footprint import device_terms
 from pipeline.memory.footprint import GIB, Place, total
 from pipeline.memory.host_footprint import arena_terms
@@ -186,12 +186,6 @@ def test_ways_come_in_order_of_preference_and_none_needs_more_than_the_step_has(
     assert list(boundary_plans(8, 3))[:4] == [(1, 1), (2, 1), (3, 1), (1, 2)]
     assert list(boundary_plans(2, 1)) == [(1, 1)]
     assert list(boundary_plans(8, 1, every=3, waves=2)) == [(3, 2)]
-
-
-def test_ways_that_do_more_than_one_that_needs_no_spilling_are_left_out() -> None:
-    spilled = {(1, 1): 5, (2, 1): 2, (3, 1): 0, (1, 2): None}
-    tried = worth_trying(boundary_plans(24, 2), lambda plan: spilled.get(plan, 1))
-    assert list(tried) == [BoundaryPlan(1, 1), BoundaryPlan(2, 1), BoundaryPlan(3, 1), BoundaryPlan(2, 2)]
 
 
 def test_neighbouring_groups_begin_in_different_slots() -> None:

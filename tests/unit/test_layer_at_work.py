@@ -9,7 +9,6 @@ from pipeline.compute.template import LayerTemplate, tensor_views
 from pipeline.families import family_of, load_model_spec, model_layout
 from pipeline.families.attention import build_attention_context
 from pipeline.memory.activation_bytes import work_term
-from pipeline.memory.mlp_chunks import DeviceFit, choose_chunk_tokens
 from pipeline.memory.shapes import ComputeShape
 from support.live_bytes import LiveBytes
 from support.tiny import FAMILIES, tiny_config
@@ -63,26 +62,3 @@ def test_in_chunks_neither_layer_nor_account_grows_with_width_times_tokens() -> 
         )
         # A token more costs both layers the same; were the network whole, the wider one would pay four times as much.
         assert wide[1] - wide[0] <= narrow[1] - narrow[0]
-
-
-def test_layers_are_chunked_only_where_the_device_lacks_something() -> None:
-    assert choose_chunk_tokens(1 << 17, lambda chunk: DeviceFit(0, 0)) == 0
-    assert choose_chunk_tokens(2048, lambda chunk: DeviceFit(1, 1)) == 0, "no smaller chunk is worth it"
-    assert choose_chunk_tokens(1 << 17, lambda chunk: DeviceFit(7, 4)) == 0, "another term is what lacks"
-
-
-@pytest.mark.parametrize(
-    ("fits", "chosen"),
-    [
-        ({0: (0, 3), 16384: (0, 0), 8192: (0, 0), 4096: (0, 0), 2048: (0, 0)}, 16384),
-        ({0: (0, 28), 16384: (0, 24), 8192: (0, 19), 4096: (0, 16), 2048: (0, 15)}, 8192),
-        ({0: (0, 5), 16384: (0, 6), 8192: (0, 6), 4096: (0, 6), 2048: (0, 4)}, 2048),
-        ({0: (9, 28), 16384: (3, 28), 8192: (0, 28), 4096: (0, 20), 2048: (0, 10)}, 8192),
-        ({0: (9, 28), 16384: (8, 28), 8192: (7, 28), 4096: (6, 28), 2048: (5, 28)}, 2048),
-    ],
-    ids=["all helps alike", "most of the help", "only the smallest helps", "what fits at all", "nothing fits"],
-)
-def test_the_largest_chunk_that_does_most_of_what_chunks_can_is_chosen(
-    fits: dict[int, tuple[int, int]], chosen: int
-) -> None:
-    assert choose_chunk_tokens(1 << 17, lambda chunk: DeviceFit(*fits[chunk])) == chosen

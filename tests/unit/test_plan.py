@@ -74,6 +74,15 @@ def test_tables_hold_every_term_and_add_up(capsys: pytest.CaptureFixture[str]) -
         assert word in text
 
 
+def test_tables_show_how_many_tokens_pass_a_network_at_a_time_where_that_is_not_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = (str(RECIPES / "qwen2.5-7b.toml"), "--hardware", "rtx4090-256gb-1nvme", "--set")
+    assert "feed-forward networks" not in plan(capsys, *arguments, "memory.mlp_chunk_tokens=0")[1]
+    chunked = plan(capsys, *arguments, "memory.mlp_chunk_tokens=2048")[1]
+    assert "\nfeed-forward networks: 2,048 tokens at a time\n" in chunked
+
+
 def test_says_where_weights_moments_and_gradients_of_every_layer_live(capsys: pytest.CaptureFixture[str]) -> None:
     """FAULTS B93."""
     homes = as_json(capsys, "llama3-70b", "rtx4090-256gb-2nvme")["homes"]
