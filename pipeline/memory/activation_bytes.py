@@ -16,14 +16,15 @@ def work_term(
     element_bytes: int,
     *,
     compiled: bool,
+    qk_norms: bool = False,
     mlp_chunk_tokens: int = 0,
-    kept_bytes: int = 0,
+    kept: bool = False,
+    spare_bytes: int = 0,
 ) -> Term:
     """The larger of what the head and what a decoder layer holds while it works.
 
-    A decoder layer's own gradients leave autograd in the weights' type before they are summed in fp32. Of 7B on an
-    H200, compiled, 16,384 tokens at a time, 3.3 GiB of the peak were either of the two: `head` measured 4.5 bytes a
-    logit, and the layer then holds at most 0.52 of what it does uncompiled: 0.55 here.
+    The head was measured at 4.5 bytes a logit. A layer that is recomputed has most at hand in its own backward; one
+    that keeps its graph, which is accounted elsewhere, when its gradients leave autograd in the weights' type.
 
     Args:
         compute: Sizes of activations.
@@ -31,30 +32,78 @@ def work_term(
         decoder_bytes: Weights of the largest decoder layer.
         element_bytes: Of weights and activations.
         compiled: Whether templates and the head are compiled.
-        mlp_chunk_tokens: Tokens that pass the feed-forward network at a time; 0 for all of them.
-        kept_bytes: What a layer that is not recomputed keeps for its backward, a micro-batch; 0 where there is none.
-            Such a layer passes no chunks, and what it keeps is accounted elsewhere.
+        qk_norms: Whether queries and keys are normalised.
+        mlp_chunk_tokens: Tokens that pass the feed-forward network of a recomputed layer at a time; 0 for all of them.
+        kept: Whether any layer is not recomputed.
+        spare_bytes: Of kept graphs, what is free again when recomputed layers have their turn.
     """
     chunk = min(HEAD_CHUNK_TOKENS, tokens)
     logit_bytes = (5 if compiled else 12) * element_bytes // 2
     head = chunk * compute.vocab_size * logit_bytes + 4 * tokens * compute.hidden_size * element_bytes
-    layer = tokens * layer_activation_bytes(compute, element_bytes)
-    layer = layer * 11 // 20 if compiled else layer
     why = f"recompute and backward of {tokens:,} tokens"
     if 0 < mlp_chunk_tokens < tokens:
-        # Not measured compiled: the halves are taken as they are uncompiled.
-        halves = tokens * attention_half_bytes(compute, element_bytes)
-        halves += mlp_chunk_tokens * feed_forward_half_bytes(compute, element_bytes)
-        layer = max(halves, layer - kept_bytes) if kept_bytes else halves
         why += f", {mlp_chunk_tokens:,} at a time through the feed-forward network"
-    layer += decoder_bytes
+    layer = recomputed_bytes(compute, tokens, element_bytes, compiled, qk_norms=qk_norms, chunk_tokens=mlp_chunk_tokens)
+    if not compiled:
+        # Compiled layers multiply them straight into the fp32 sums.
+        layer += decoder_bytes
+    if kept:
+        whole = recomputed_bytes(compute, tokens, element_bytes, compiled, qk_norms=qk_norms)
+        graph = tokens * kept_graph_bytes(compute, element_bytes, compiled, qk_norms=qk_norms)
+        layer = max(layer - spare_bytes, max(0, whole - graph) + decoder_bytes)
     if head > layer:
         return Term(Place.DEVICE, "head chunk", head, f"logits and their gradient, {chunk:,} tokens at a time")
     return Term(Place.DEVICE, "layer at work", layer, why)
 
 
+def recomputed_bytes(
+    compute: ComputeShape,
+    tokens: int,
+    element_bytes: int,
+    compiled: bool,
+    *,
+    qk_norms: bool,
+    chunk_tokens: int = 0,
+) -> int:
+    """Bytes that recompute and backward of a decoder layer hold at their peak, beside its input and its weights.
+
+    Compiled, an H200 held these sums to a thousandth, and half a hundredth is added: of Qwen2.5 7B 272,504 bytes a token for a layer as a whole,
+    and of 131,072 tokens in chunks of 16,384 83,172 bytes a token.
+
+    Args:
+        compute: Sizes of activations.
+        tokens: That pass at once.
+        element_bytes: Of activations.
+        compiled: Whether elementwise work is fused.
+        qk_norms: Whether queries and keys are normalised.
+        chunk_tokens: Of them pass the feed-forward network at a time; 0 for all.
+    """
+    chunked = 0 < chunk_tokens < tokens
+    if not compiled:
+        if not chunked:
+            return tokens * layer_activation_bytes(compute, element_bytes)
+        halves = tokens * attention_half_bytes(compute, element_bytes)
+        return halves + chunk_tokens * feed_forward_half_bytes(compute, element_bytes)
+    heads, experts, hidden = compute.query_size // compute.head_size, compute.experts_per_token, compute.hidden_size
+    # Kept: rotated queries and keys, values, the output and the logarithm of each head's sum, the residual stream.
+    kept = 2 * (compute.query_size + compute.kv_size) + 2 * hidden
+    kept += compute.query_size + compute.kv_size if qk_norms else 0
+    attention_graph = kept * element_bytes + 4 * (heads + 1)
+    gradients = (4 * compute.query_size + 2 * compute.kv_size + 3 * hidden) * element_bytes + 8 * heads
+    in_attention = tokens * (attention_graph + gradients)
+    # Beside gate and up their gradients, their product and its gradient.
+    intermediates, streams = experts * compute.intermediate_size, experts * 3 * hidden
+    if chunked:
+        in_network = tokens * (attention_graph + hidden * element_bytes)
+        in_network += chunk_tokens * (6 * intermediates + streams) * element_bytes
+    else:
+        graph = kept_graph_bytes(compute, element_bytes, compiled, qk_norms=qk_norms)
+        in_network = tokens * (graph + (4 * intermediates + streams) * element_bytes)
+    return max(in_attention, in_network) * 201 // 200
+
+
 def layer_activation_bytes(compute: ComputeShape, element_bytes: int) -> int:
-    """Bytes a token of what a decoder layer keeps between its recomputed forward and its backward, and their gradients.
+    """Bytes a token of what an uncompiled layer keeps from its recomputed forward to its backward, and their gradients.
 
     Counted on the Hugging Face layers as they are: two RMS norms with fp32 copies, q k v before and after rotation, the
     attention output, gate, up, their activation and product, and the gradient of the widest of them.

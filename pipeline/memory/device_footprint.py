@@ -109,8 +109,10 @@ def device_terms(
             decoder * weight,
             weight,
             compiled=compiled,
+            qk_norms=_has_qk_norms(model),
             mlp_chunk_tokens=mlp_chunk_tokens,
-            kept_bytes=step.micro_batch_tokens * graph_bytes if kept else 0,
+            kept=kept > 0,
+            spare_bytes=(kept - shared) * graph,
         ),
     ]
     terms += passing

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from pipeline.compute.template import LayerTemplate, tensor_views
 from pipeline.families import family_of, load_model_spec, model_layout
 from pipeline.families.attention import build_attention_context
-from pipeline.memory.activation_bytes import work_term
+from pipeline.memory.activation_bytes import recomputed_bytes
 from pipeline.memory.shapes import ComputeShape
 from tiers.layout import Precision
 
@@ -60,6 +60,8 @@ def test_compiled_chunks_equal_the_whole_within_bf16_and_hold_no_more_than_the_a
             peak, found = torch.cuda.max_memory_allocated() - before, (y, by_input, *tensor_views(sums, layout))
         return found, peak
 
+    # Tests before this one may have asked for the deterministic backward of attention, which holds much more.
+    torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()
     counters.clear()
     for slot in slots:
@@ -69,7 +71,7 @@ def test_compiled_chunks_equal_the_whole_within_bf16_and_hold_no_more_than_the_a
     for got, wanted in zip(chunked, whole, strict=True):
         assert (got.float() - wanted.float()).norm() <= 0.02 * wanted.float().norm()
     shape = ComputeShape.of_config(spec.config.to_dict())
-    account = work_term(shape, LENGTH, 2 * layout.numel, 2, compiled=True, mlp_chunk_tokens=CHUNK).num_bytes
     # The output, which the forward leaves to its caller, is a boundary activation.
-    assert held <= account + x.nbytes
-    assert held < held_whole
+    for peak, size in ((held, CHUNK), (held_whole, 0)):
+        account = recomputed_bytes(shape, LENGTH, 2, True, qk_norms=family_name == "qwen3", chunk_tokens=size)
+        assert 0.8 * account < peak <= account + x.nbytes
