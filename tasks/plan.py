@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,13 +28,13 @@ from pipeline.prediction.hardware import Hardware, HardwareError, find_hardware,
 from pipeline.prediction.simulate import simulate
 from pipeline.recipe import Recipe, RecipeError, load_recipe
 from pipeline.recipe_placement import MachineMemory, place_recipe, planned_only, request_of, shape_of
+from tasks.checkpoint_room import RunDisk, checkpoint_figures
 from tasks.data.settings import DataError
 from tasks.data.sources import find_files
 from tasks.plan_advice import advice
-from tasks.plan_report import Plan, TimeFigures, checkpoint_figures
+from tasks.plan_report import Plan, TimeFigures
 from tasks.plan_tables import tables
 from tasks.preparation import data_settings
-from tiers.preflight import nearest_existing
 
 UNLIMITED = MemoryBudget(ram_bytes=2**60, gpu_bytes=2**60)
 
@@ -83,16 +82,15 @@ def make_plan(
     except PlacementError as error:
         placement, reason = place(request, UNLIMITED), str(error)
     request = replace(request, step=placement.step)
-    free_bytes = None if hardware is not None else shutil.disk_usage(nearest_existing(recipe.run.dir)).free
+    disk = RunDisk.of(recipe) if hardware is None else None
     return Plan(
         recipe=recipe.run.name,
         machine="this machine" if hardware is None else hardware.name,
         parameters=request.model.num_parameters,
-        fits=reason is None,
         reason=reason,
         notes=tuple(note for note in (planned_only(recipe), _missing_data(recipe)) if note),
         placement=placement,
-        checkpoints=checkpoint_figures(recipe, placement, free_bytes),
+        checkpoints=checkpoint_figures(recipe, placement, disk),
         time=None if reason else _time(recipe, placement, request, hardware, price_per_hour, token_budget),
     )
 

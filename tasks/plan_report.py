@@ -8,10 +8,9 @@ from itertools import groupby
 from pipeline.memory.footprint import Place
 from pipeline.placement import Placement
 from pipeline.prediction.simulate import Prediction
-from pipeline.recipe import Recipe
+from tasks.checkpoint_room import CheckpointFigures
 from tasks.plan_advice import Advice
 from tiers.layout import LayerHome
-from tiers.shards import store_bytes
 
 SECONDS_A_DAY = 86_400
 
@@ -28,27 +27,6 @@ class HomeRange:
     weights: str
     state: str
     gradients: str
-
-
-@dataclass(frozen=True)
-class CheckpointFigures:
-    """What checkpoints take."""
-
-    bytes_each: int
-    kept: int
-    """Those of keep_last, those that keep_every keeps to the end of the run, and the one being written."""
-    free_bytes: int | None
-    """Where the run's directory is; None where the machine is only described."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """For all of them at once."""
-        return self.bytes_each * self.kept
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether they have room; None where that is not known."""
-        return None if self.free_bytes is None else self.needed_bytes <= self.free_bytes
 
 
 @dataclass(frozen=True)
@@ -96,16 +74,25 @@ class Plan:
     recipe: str
     machine: str
     parameters: int
-    fits: bool
     reason: str | None
-    """Why it does not fit and what makes it fit."""
+    """Why memory does not suffice and what would."""
     placement: Placement
-    """Where it does not fit, the placement of a machine with enough of everything."""
+    """Where memory does not suffice, the placement of a machine with enough of everything."""
     checkpoints: CheckpointFigures
     notes: tuple[str, ...]
     """What keeps the recipe from being trained although it can be planned: its family, data that is not there."""
     time: TimeFigures | None
     """None where the machine's rates are not known, or the model does not fit."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether `tasks.train` would begin."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it does not fit and what makes it fit: memory, then disk."""
+        return tuple(reason for reason in (self.reason, self.checkpoints.refusal) if reason is not None)
 
     def as_json(self) -> dict[str, object]:
         """Plain values, sizes in bytes and times in seconds."""
@@ -115,7 +102,7 @@ class Plan:
             "machine": self.machine,
             "parameters": self.parameters,
             "fits": self.fits,
-            "reason": self.reason,
+            "reason": "\n".join(self.reasons) or None,
             "notes": list(self.notes),
             "micro_batch": self.placement.step.micro_batch,
             "mlp_chunk_tokens": self.placement.mlp_chunk_tokens,
@@ -126,7 +113,7 @@ class Plan:
             "total_bytes": {place.value: self.placement.used(place) for place in Place},
             "budget_bytes": asdict(self.placement.budget),
             "homes": [asdict(each) for each in home_ranges(self.placement)],
-            "checkpoints": asdict(self.checkpoints) | {"needed_bytes": self.checkpoints.needed_bytes},
+            "checkpoints": asdict(self.checkpoints),
             "time": None if time is None else _time_json(time),
         }
 
@@ -149,16 +136,6 @@ def _time_json(time: TimeFigures) -> dict[str, object]:
         "drive_days": time.drive_days,
         "advice": [asdict(each) for each in time.advice],
     }
-
-
-def checkpoint_figures(recipe: Recipe, placement: Placement, free_bytes: int | None) -> CheckpointFigures:
-    """Size and number of a run's checkpoints."""
-    section, steps = recipe.checkpoint, recipe.train.steps
-    written = (steps // section.every_steps if section.every_steps else 0) + 1
-    for_ever = steps // section.keep_every if section.keep_every and section.every_steps else 0
-    # The old one goes only when the new one is complete, so for a while there is one more.
-    kept = min(written, section.keep_last + for_ever + 1)
-    return CheckpointFigures(store_bytes(placement.tier.model), kept, free_bytes)
 
 
 def home_ranges(placement: Placement) -> list[HomeRange]:

@@ -25,11 +25,11 @@ def tables(plan: Plan) -> str:
     lines.append(f"boundary activations: {boundaries_in_words(plan.placement)}")
     if plan.placement.mlp_chunk_tokens:
         lines.append(f"feed-forward networks: {plan.placement.mlp_chunk_tokens:,} tokens at a time")
+    lines += plan.reasons
     if plan.reason:
-        lines.append(plan.reason)
         lines.append("\nOn a machine with enough of everything it would take:")
     for place in Place:
-        lines += ["", *_account(plan.placement, place, plan.fits)]
+        lines += ["", *_account(plan.placement, place, not plan.reason)]
     lines += ["", *_bytes_per_parameter(plan)]
     lines += ["", "where it lives", *_homes(plan.placement)]
     if plan.time is not None:
@@ -128,12 +128,11 @@ def _time(time: TimeFigures) -> Iterator[str]:
 def _checkpoints(plan: Plan) -> Iterator[str]:
     figures = plan.checkpoints
     free = "" if figures.free_bytes is None else f", free there {shown_bytes(figures.free_bytes)}"
+    there = "" if figures.missing_bytes == figures.needed_bytes else f", of it {shown_bytes(figures.missing_bytes)} new"
     yield (
         f"checkpoints: {shown_bytes(figures.bytes_each)} each, at most {figures.kept} at a time (the old one goes when "
-        f"the new one is complete) = {shown_bytes(figures.needed_bytes)}{free}"
+        f"the new one is complete) = {shown_bytes(figures.needed_bytes)}{there}{free}"
     )
-    if figures.fits is False:
-        yield "  WARNING: they do not fit; lower checkpoint.keep_last, raise checkpoint.keep_every, or move run.dir"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -35,6 +35,7 @@ from pipeline.memory.footprint import Place
 from pipeline.placement import summary
 from pipeline.recipe import load_recipe, recipe_toml
 from tasks.attempt import Launch
+from tasks.checkpoint_room import require_checkpoint_room
 from tasks.failure import explain
 from tasks.interruption import end_at_signals
 from tasks.memory_account import MemoryAccount
@@ -80,9 +81,13 @@ def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
     recipe = load_recipe(options.recipe, options.overrides)
     resume = find_resume_point(recipe, say)
     preparation = prepare(recipe if resume is None else keep_micro_batch(recipe, resume.directory))
-    recipe = preparation.recipe
+    recipe, placement = preparation.recipe, preparation.placement
+    start = resume.progress.step if resume is not None else 0
+    require_checkpoint_room(recipe, placement, start)
     directory = held.enter_context(RunDirectory(recipe.run.dir))
     data = open_data(recipe, preparation.spec, say)
+    # Again, since the data's tokens have been written there.
+    require_checkpoint_room(recipe, placement, start)
     if resume is not None:
         check_data(recipe, resume, data.training, say)
     launch = Launch(preparation, data, resume, directory)

@@ -126,7 +126,7 @@ class CheckpointWriter:
 
 
 def begin(run_dir: Path, step: int, model: ModelLayout) -> CheckpointWriter:
-    """Start the checkpoint of `step`: an old attempt at the same step is removed, free space is checked.
+    """Start the checkpoint of `step`: attempts of dead writers are removed, free space is checked.
 
     Raises:
         CheckpointError: The disk has less free than a checkpoint needs, or refuses the directory.
@@ -135,10 +135,9 @@ def begin(run_dir: Path, step: int, model: ModelLayout) -> CheckpointWriter:
     directory = target.with_name(target.name + PARTIAL)
     try:
         make_directory(target.parent)
-        if directory.is_symlink() or directory.is_file():
-            directory.unlink()
-        elif directory.exists():
-            shutil.rmtree(directory)
+        # One at a time is written, so that all of them are worth nothing; this one may need their room.
+        for partial in partials(run_dir):
+            partial.unlink() if partial.is_symlink() or partial.is_file() else shutil.rmtree(partial)
         check_free_bytes(target.parent, required_bytes(model))
         make_directory(directory)
         root = write_metadata(directory, root_metadata(model))
@@ -161,6 +160,17 @@ def newest_complete(run_dir: Path) -> tuple[Path | None, tuple[Skipped, ...]]:
             return path, tuple(skipped)
         skipped.append(Skipped(path, problem))
     return None, tuple(skipped)
+
+
+def complete_steps(run_dir: Path) -> tuple[tuple[int, Path], ...]:
+    """Every step that there is a complete checkpoint of, ascending, with its path."""
+    found = {step: path for step, path in reversed(_steps(run_dir)) if _problem(path) is None}
+    return tuple(sorted(found.items()))
+
+
+def partials(run_dir: Path) -> tuple[Path, ...]:
+    """What is being written, or was when its writer died: `begin` removes it."""
+    return tuple(path for _, path in _steps(run_dir) if path.suffix == PARTIAL)
 
 
 def complete_before(checkpoint: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -16,6 +17,9 @@ from tiers.shards import ShardGeometry
 SCRATCH_NAME = "megatrain-scratch"
 """Everything of ours under the user's NVMe directory, which may hold other things, is under this name."""
 LOCK_NAME = "megatrain-scratch.lock"
+
+_BLOCK_BYTES = 512
+"""Unit of `st_blocks`, whatever the filesystem."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,30 @@ def scratch_bytes(plan: TierPlan) -> int:
         for layer in plan.model.layers
         for buffer in nvme_buffers(plan, layer.index)
     )
+
+
+def abandoned_bytes(nvme_dir: Path) -> int:
+    """Disk space that the scratch of a run that died takes: the next one gets it back before it writes."""
+    try:
+        lock = os.open(nvme_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0
+    finally:
+        os.close(lock)
+    return bytes_on_disk(nvme_dir / SCRATCH_NAME)
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Disk space of a file, or of a directory with all that is in it; what vanishes meanwhile takes none."""
+    num_bytes = 0
+    for each in (path, *(() if path.is_symlink() else path.rglob("*"))):
+        with contextlib.suppress(FileNotFoundError):
+            num_bytes += each.lstat().st_blocks * _BLOCK_BYTES
+    return num_bytes
 
 
 class Scratch:

@@ -129,12 +129,23 @@ def test_pruning_keeps_the_newest_and_the_milestones(tmp_path: Path, io: DirectI
     for step in range(1, 8):
         save(tmp_path, step, io)
     (tmp_path / "checkpoints" / "step-000007" / MANIFEST_NAME).unlink()  # damaged: may not take a place
-    checkpoint.begin(tmp_path, 2, MODEL)
     checkpoint.begin(tmp_path, 9, MODEL)
     prune(tmp_path, keep_last=2, keep_every=3)
     assert names(tmp_path) == [f"step-00000{step}" for step in (3, 5, 6, 7)] + ["step-000009.partial"]
     with pytest.raises(ValueError, match="keep_last is 0"):
         prune(tmp_path, keep_last=0)
+
+
+def test_what_dead_writers_left_makes_room_for_the_next_checkpoint_whatever_its_step(
+    tmp_path: Path, io: DirectIO
+) -> None:
+    save(tmp_path, 5, io)
+    for step in (3, 9):
+        (tmp_path / "checkpoints" / f"step-{step:06}.partial").mkdir()
+    assert len(checkpoint.partials(tmp_path)) == 2
+    path = checkpoint.begin(tmp_path, 7, MODEL).directory
+    assert checkpoint.partials(tmp_path) == (path,)
+    assert [step for step, _ in checkpoint.complete_steps(tmp_path)] == [5]
 
 
 def test_a_run_that_goes_back_keeps_the_later_checkpoints_out_of_the_way(tmp_path: Path, io: DirectIO) -> None:

@@ -152,26 +152,6 @@ def test_drive_life_cost_and_days_follow_from_the_step(capsys: pytest.CaptureFix
     assert time["drive_days"] == pytest.approx(14e15 / written_a_day)
 
 
-def test_checkpoints_that_do_not_fit_the_disk_are_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """FAULTS B145: keep_last checkpoints and the one being written, against the free space."""
-    recipe = str(RECIPES / "qwen2.5-7b.toml")
-    cpu: tuple[str, ...] = (
-        "--set",
-        "train.device=cpu",
-        "--set",
-        f"run.dir={tmp_path / 'run'}",
-        "--set",
-        "checkpoint.keep_last=900",
-    )
-    cpu += ("--set", f"memory.nvme_dir={tmp_path}")
-    _, text = plan(capsys, recipe, *cpu, "--set", "checkpoint.every_steps=1", "--set", "train.steps=1000", "--json")
-    checkpoints = json.loads(text)["checkpoints"]
-    assert checkpoints["kept"] == 901
-    assert checkpoints["needed_bytes"] == 901 * checkpoints["bytes_each"] > checkpoints["free_bytes"]
-    _, text = plan(capsys, recipe, *cpu, "--set", "checkpoint.every_steps=1", "--set", "train.steps=1000")
-    assert "WARNING: they do not fit" in text
-
-
 def test_no_time_is_predicted_for_a_machine_that_was_not_measured(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
