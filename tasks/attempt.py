@@ -61,7 +61,7 @@ def attempt(
     preparation, data = launch.preparation, launch.data
     recipe, placement = preparation.recipe, preparation.placement
     model, progress = placement.tier.model, resume.progress if resume else Progress()
-    checkpoints = Checkpoints(recipe, model, data.training, progress.step if resume else -1)
+    checkpoints = Checkpoints(recipe, model, data.training, preparation.device, progress.step if resume else -1)
     namespace = f"megatrain-{recipe.run.name}-{ray.get_runtime_context().get_job_id()}-{number}"
     settings = preparation.compute, preparation.optimizer, preparation.crew
     with ExitStack() as held:

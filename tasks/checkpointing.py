@@ -61,18 +61,20 @@ class _Pending:
 class Checkpoints:
     """The checkpoints of a run. One at a time is written; it is published once every layer of it is."""
 
-    def __init__(self, recipe: Recipe, model: ModelLayout, data: PackedDataset, newest_step: int) -> None:
+    def __init__(self, recipe: Recipe, model: ModelLayout, data: PackedDataset, device: str, newest_step: int) -> None:
         """Write for a run that starts.
 
         Args:
             recipe: Of the run.
             model: Its layout.
             data: What it trains on.
+            device: What it computes on.
             newest_step: Of the checkpoint that the run started from; -1 for none.
         """
         self._recipe = recipe
         self._model = model
         self._data = data
+        self._device = device
         self._newest_step = newest_step
         self._pending: _Pending | None = None
 
@@ -147,6 +149,7 @@ class Checkpoints:
             bytes_tokenised=self._data.bytes_tokenised,
             seed=self._recipe.run.seed,
             recipe=recipe_toml(self._recipe),
+            device=self._device,
             libraries={name: importlib.metadata.version(name) for name in LIBRARIES},
             precision=self._model.precision,
             num_parameters=self._model.num_parameters,

@@ -29,10 +29,12 @@ class Preparation:
     """A vetted recipe: what the actors are started with."""
 
     recipe: Recipe
-    """With the micro-batch that the plan has chosen."""
+    """With what the plan has chosen and sums depend on: micro-batch, chunks, and on CUDA how many layers are kept."""
     spec: ModelSpec
     placement: Placement
     cuda: bool
+    device: str
+    """The GPU's name, or the CPU with its threads."""
     compute: ComputeSettings
     optimizer: OptimizerSettings
     crew: CrewSettings
@@ -52,7 +54,11 @@ def prepare(recipe: Recipe) -> Preparation:
     if recipe.model.source is not None:
         check_source(recipe.model.source, shape[0], recipe.run.dir)
     placement = place_recipe(recipe, shape, machine, optimizer_actors=actors)
-    recipe = recipe.with_micro_batch(placement.step.micro_batch)
+    recipe = recipe.with_micro_batch(placement.step.micro_batch).with_memory(
+        mlp_chunk_tokens=placement.mlp_chunk_tokens,
+        # On the CPU a kept layer sums as a recomputed one.
+        kept_layers=placement.schedule.kept_layers if machine.cuda else recipe.memory.kept_layers,
+    )
     preflight(
         placement,
         host_available_bytes=machine.host_bytes,
@@ -66,6 +72,7 @@ def prepare(recipe: Recipe) -> Preparation:
         spec=spec,
         placement=placement,
         cuda=machine.cuda,
+        device=machine.gpu_name or f"CPU, {machine.cores} threads",
         compute=ComputeSettings(
             learning_rate=recipe.learning_rate(),
             max_grad_norm=optimizer.max_grad_norm or None,

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.placement import PlacementError
 from pipeline.recipe import Recipe, differences, parse_recipe
 from tasks.checkpointing import Progress
 from tasks.data.dataset import PackedDataset
+from tasks.preparation import Preparation, prepare
 from tiers.checkpoint import newest_complete
 from tiers.errors import CheckpointError
 from tiers.manifest import read_manifest, verify
@@ -29,6 +31,8 @@ class ResumePoint:
     progress: Progress
     data_fingerprint: str
     """Of the data that it was trained on; empty where that is not known."""
+    device: str = ""
+    """What it was trained on; likewise."""
 
     @classmethod
     def of(cls, directory: Path) -> ResumePoint:
@@ -38,7 +42,7 @@ class ResumePoint:
             CheckpointError: Its manifest cannot be read.
         """
         facts = read_manifest(directory).facts
-        return cls(directory, Progress.of(facts), facts.data_fingerprint)
+        return cls(directory, Progress.of(facts), facts.data_fingerprint, facts.device)
 
 
 def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint | None:
@@ -65,21 +69,72 @@ def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint
             )
     if directory is None:
         return None
-    _check_unchanged(keep_micro_batch(recipe, directory), _recipe_of(directory), directory)
+    _check_unchanged(keep_choices(recipe, directory), _recipe_of(directory), directory)
     return ResumePoint.of(directory)
 
 
-def keep_micro_batch(recipe: Recipe, checkpoint: Path) -> Recipe:
-    """The recipe with its checkpoint's micro-batch where it leaves the choice open: sums keep their order.
+def keep_choices(recipe: Recipe, checkpoint: Path) -> Recipe:
+    """The recipe with what its checkpoint's plan chose where it leaves that open, so that sums keep their order.
+
+    What it accepts a change of is left to the plan.
 
     Raises:
         CheckpointError: The checkpoint's manifest cannot be read.
     """
-    if recipe.train.micro_batch != "auto":
-        return recipe
-    sequences = _recipe_of(checkpoint).train.sequences_at_once
+    before, accepted = _recipe_of(checkpoint), recipe.run.accept_changes
+    sequences = before.train.sequences_at_once
     # A changed step, where the recipe accepts that, may have no such part.
-    return recipe if recipe.train.sequences_per_step % sequences else recipe.with_micro_batch(sequences)
+    divides = recipe.train.sequences_per_step % sequences == 0
+    if recipe.train.micro_batch == "auto" and divides and "train.micro_batch" not in accepted:
+        recipe = recipe.with_micro_batch(sequences)
+    kept = {
+        key: value
+        for key in ("mlp_chunk_tokens", "kept_layers")
+        if getattr(recipe.memory, key) is None
+        and (value := getattr(before.memory, key)) is not None
+        and f"memory.{key}" not in accepted
+    }
+    return recipe.with_memory(**kept)
+
+
+def prepare_resumed(recipe: Recipe, resume: ResumePoint, say: Callable[[str], None]) -> Preparation:
+    """Prepare a recipe that goes on from a checkpoint with its choices, and say what rounds otherwise all the same.
+
+    Raises:
+        As `prepare`. Where it does not fit, the message tells how to have the plan choose anew.
+    """
+    kept = keep_choices(recipe, resume.directory)
+    try:
+        preparation = prepare(kept)
+    except PlacementError as error:
+        # Of kept layers it takes as many as fit.
+        chosen = [each for each in differences(recipe, kept) if each.key != "memory.kept_layers"]
+        if not chosen:
+            raise
+        raise PlacementError(
+            f"{error}. That is with what {resume.directory} was trained with ("
+            + ", ".join(f"{each.key} = {each.after}" for each in chosen)
+            + "); to have the plan choose anew, by which sums round otherwise: run.accept_changes = ["
+            + ", ".join(f'"{each.key}"' for each in chosen)
+            + "]"
+        ) from error
+    changes = rounding_changes(_recipe_of(resume.directory), preparation)
+    if resume.device not in ("", preparation.device):
+        changes = [f"device: {resume.device} -> {preparation.device}", *changes]
+    if changes:
+        say(
+            f"note: goes on from {resume.directory.name} with " + "; ".join(changes) + ": sums round otherwise, so the "
+            "result will not equal that of a run without a stop in every bit"
+        )
+    return preparation
+
+
+def rounding_changes(before: Recipe, preparation: Preparation) -> list[str]:
+    """What of a changed recipe or placement is taken although it changes bits, which it does on CUDA alone."""
+    if not preparation.cuda or before.memory.kept_layers is None:
+        return []
+    found = differences(before, preparation.recipe)
+    return [str(each) for each in found if each.key in ("train.compile", "memory.kept_layers")]
 
 
 def _recipe_of(checkpoint: Path) -> Recipe:

@@ -41,7 +41,7 @@ from tasks.interruption import end_at_signals
 from tasks.memory_account import MemoryAccount
 from tasks.preparation import Preparation, open_data, prepare
 from tasks.recovery import run_with_recoveries
-from tasks.resume import check_data, find_resume_point, keep_micro_batch
+from tasks.resume import check_data, find_resume_point, prepare_resumed
 from tasks.run_directory import RunDirectory
 from tasks.stop_signals import StopSignals
 from tasks.training import Ending
@@ -80,7 +80,7 @@ def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
     say = partial(print, flush=True)
     recipe = load_recipe(options.recipe, options.overrides)
     resume = find_resume_point(recipe, say)
-    preparation = prepare(recipe if resume is None else keep_micro_batch(recipe, resume.directory))
+    preparation = prepare(recipe) if resume is None else prepare_resumed(recipe, resume, say)
     recipe, placement = preparation.recipe, preparation.placement
     start = resume.progress.step if resume is not None else 0
     require_checkpoint_room(recipe, placement, start)

@@ -53,6 +53,8 @@ class Facts(BaseModel):
     seed: Count
     recipe: str
     """The resolved recipe, TOML."""
+    device: str = ""
+    """What computed the step, by whose kind sums round; empty where that is not known."""
     libraries: dict[str, str]
     """Version by name, for the reader of a bug report."""
     precision: Annotated[Precision, Field(strict=False)]

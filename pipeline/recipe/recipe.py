@@ -35,6 +35,9 @@ _PATH_KEYS = {
 }
 """Keys that hold paths, and the words among their values that are not paths."""
 
+_ROUNDING_KEYS = ("memory.mlp_chunk_tokens",)
+"""Keys of harmless sections that decide in which order sums are made, as `train.micro_batch` does."""
+
 _HARMLESS_SECTIONS = ("run.", "memory.", "checkpoint.", "eval.", "log.")
 _HARMLESS_KEYS = ("train.device", "train.compile", "train.max_skipped_in_a_row", "data.eval_path", "data.cache_dir")
 
@@ -94,7 +97,9 @@ class Difference:
     @property
     def changes_result(self) -> bool:
         """Whether the run would learn something else; what only moves bytes or writes files does not."""
-        return self.key == "run.seed" or not (self.key.startswith(_HARMLESS_SECTIONS) or self.key in _HARMLESS_KEYS)
+        if self.key == "run.seed" or self.key in _ROUNDING_KEYS:
+            return True
+        return not (self.key.startswith(_HARMLESS_SECTIONS) or self.key in _HARMLESS_KEYS)
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.after}"

@@ -53,6 +53,10 @@ class Recipe(Section):
         """The recipe with a micro-batch that has been chosen."""
         return self.model_copy(update={"train": self.train.model_copy(update={"micro_batch": sequences})})
 
+    def with_memory(self, **chosen: int | None) -> Recipe:
+        """The recipe with keys of `[memory]` that have been chosen."""
+        return self.model_copy(update={"memory": self.memory.model_copy(update=chosen)})
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         problems = []

@@ -208,7 +208,8 @@ class MemorySection(Section):
     """With clipping, update the layers that the next step reads first on the GPU, where it has room for their state."""
     kept_layers: CountOrOff | None = None
     """Most decoder layers that keep weights and activations on the device instead of being recomputed; 0 recomputes
-    all. Default: as many as it has room for."""
+    all. Default: as many as it has room for; a resumed run on CUDA, where their sums round otherwise, its checkpoint's
+    number if there is room for as many."""
     boundary_every: Count | None = None
     """Of so many recomputed decoder layers one keeps its input for the backward, which makes those of the others anew:
     less to hold, up to an eighth more to compute a step. Default: chosen by the plan. No bit depends on it."""
@@ -218,8 +219,9 @@ class MemorySection(Section):
     1 wherever the boundary activations of a whole step have room. No bit depends on it."""
     mlp_chunk_tokens: CountOrOff | None = None
     """Tokens that pass a recomputed layer's feed-forward network at a time; 0: a micro-batch, whole. Default: chunks of
-    2,048 to 16,384 where a layer at work would not fit the device otherwise, or would push boundary activations out
-    of it: of one long sequence most of what it holds is that network's."""
+    2,048 to 16,384 where a layer at work would not fit the device otherwise, or where the plan predicts a shorter step
+    since they push less out of it: of one long sequence most of what a layer holds is that network's. A resumed run
+    keeps its checkpoint's: sums round otherwise."""
 
     @model_validator(mode="after")
     def _budget_has_a_place(self) -> Self:

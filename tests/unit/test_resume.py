@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.messages import IGNORED
+from pipeline.placement import PlacementError
 from pipeline.recipe import Recipe, parse_recipe, recipe_toml
+from support.tiny import tiny_config
 from tasks.checkpointing import Progress
 from tasks.data.dataset import PackedDataset, open_dataset
-from tasks.preparation import data_settings
-from tasks.resume import ResumeError, ResumePoint, check_data, find_resume_point, keep_micro_batch
+from tasks.preparation import data_settings, prepare
+from tasks.resume import (
+    ResumeError,
+    ResumePoint,
+    check_data,
+    find_resume_point,
+    keep_choices,
+    prepare_resumed,
+    rounding_changes,
+)
 from tiers.layout import Precision
 from tiers.manifest import Facts, Manifest, SavedPosition, write_manifest
 
@@ -78,9 +89,9 @@ def of_sequences(recipe_: Recipe, sequences: int) -> Recipe:
     return recipe_.model_copy(update={"train": recipe_.train.model_copy(update={"sequences_per_step": sequences})})
 
 
-def test_an_open_micro_batch_is_that_of_the_checkpoint_and_another_is_a_change(tmp_path: Path) -> None:
-    wanted = of_sequences(recipe(tmp_path), 12)
-    checkpoint = tmp_path / "run/checkpoints/step-000001"
+def checkpoint_of(trained: Recipe, device: str = "") -> Path:
+    """A checkpoint that says by which recipe it was trained."""
+    checkpoint = trained.run.dir / "checkpoints/step-000001"
     checkpoint.mkdir(parents=True)
     facts = Facts(
         step=1,
@@ -88,15 +99,95 @@ def test_an_open_micro_batch_is_that_of_the_checkpoint_and_another_is_a_change(t
         skipped_steps=0,
         data_position=SavedPosition(epoch=0, sequence=12),
         seed=0,
-        recipe=recipe_toml(wanted.with_micro_batch(4)),
+        recipe=recipe_toml(trained),
+        device=device,
         libraries={},
         precision=Precision.BF16,
         num_parameters=1,
     )
     write_manifest(checkpoint, Manifest(created=datetime.datetime.now(datetime.UTC), facts=facts, files=()))
+    return checkpoint
+
+
+def test_an_open_micro_batch_is_that_of_the_checkpoint_and_another_is_a_change(tmp_path: Path) -> None:
+    wanted = of_sequences(recipe(tmp_path), 12)
+    checkpoint = checkpoint_of(wanted.with_micro_batch(4))
     assert find_resume_point(wanted, print) is not None
-    assert keep_micro_batch(wanted, checkpoint).train.micro_batch == 4
-    assert keep_micro_batch(wanted.with_micro_batch(6), checkpoint).train.micro_batch == 6
-    assert keep_micro_batch(of_sequences(wanted, 10), checkpoint).train.micro_batch == "auto", "4 does not divide 10"
+    assert keep_choices(wanted, checkpoint).train.micro_batch == 4
+    assert keep_choices(wanted.with_micro_batch(6), checkpoint).train.micro_batch == 6
+    assert keep_choices(of_sequences(wanted, 10), checkpoint).train.micro_batch == "auto", "4 does not divide 10"
     with pytest.raises(ResumeError, match=r"train\.micro_batch: 4 -> 6"):
         find_resume_point(wanted.with_micro_batch(6), print)
+    accepting = of_sequences(recipe(tmp_path, "train.micro_batch"), 12)
+    assert keep_choices(accepting, checkpoint).train.micro_batch == "auto", "the plan may choose anew"
+
+
+def test_open_chunks_and_kept_layers_are_those_of_the_checkpoint_and_other_chunks_are_a_change(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path).with_micro_batch(1)
+    checkpoint = checkpoint_of(wanted.with_memory(mlp_chunk_tokens=0, kept_layers=3))
+    kept = keep_choices(wanted, checkpoint).memory
+    assert (kept.mlp_chunk_tokens, kept.kept_layers) == (0, 3), "that nothing was chunked is a choice too"
+    given = wanted.with_memory(mlp_chunk_tokens=4096, kept_layers=1)
+    assert keep_choices(given, checkpoint).memory == given.memory
+    with pytest.raises(ResumeError, match=r"memory\.mlp_chunk_tokens: 0 -> 4096"):
+        find_resume_point(given, print)
+    accepting = recipe(tmp_path, "memory.mlp_chunk_tokens", "memory.kept_layers").with_micro_batch(1)
+    assert keep_choices(accepting, checkpoint).memory == accepting.memory
+    assert find_resume_point(accepting.with_memory(mlp_chunk_tokens=4096), print) is not None
+
+
+def long_recipe(tmp_path: Path, gpu_gib: float, *accepted: str) -> Recipe:
+    """Of one layer whose network holds more of 4,096 tokens than all else."""
+    shape = tiny_config("llama", intermediate_size=4096, num_hidden_layers=1)
+    config = ", ".join(f"{key} = {json.dumps(value)}" for key, value in shape.items() if value is not None)
+    text = f"""
+    run = {{ name = "r", dir = "{tmp_path}/run", accept_changes = {list(accepted)} }}
+    model.config = {{ {config} }}
+    data.path = "{tmp_path}/data.parquet"
+    train = {{ steps = 1, sequence_length = 4096, sequences_per_step = 1, micro_batch = 1, device = "cpu" }}
+    memory = {{ gpu_gib = {gpu_gib} }}
+    """
+    return parse_recipe(text, "recipe")
+
+
+TIGHT_GIB, ROOMY_GIB = 0.15, 1.0
+
+
+def test_a_resumed_run_keeps_its_chunks_when_the_device_has_more_room(tmp_path: Path) -> None:
+    tight, roomy = (long_recipe(tmp_path, gpu_gib) for gpu_gib in (TIGHT_GIB, ROOMY_GIB))
+    first = prepare(tight)
+    assert first.compute.mlp_chunk_tokens == first.recipe.memory.mlp_chunk_tokens == 2048
+    assert prepare(roomy).compute.mlp_chunk_tokens == 0
+    resume = ResumePoint.of(checkpoint_of(first.recipe, first.device))
+    said: list[str] = []
+    assert prepare_resumed(roomy, resume, said.append).compute.mlp_chunk_tokens == 2048
+    assert not said
+
+
+def test_a_device_without_room_for_what_was_chosen_is_told_how_to_choose_anew(tmp_path: Path) -> None:
+    resume = ResumePoint.of(checkpoint_of(prepare(long_recipe(tmp_path, ROOMY_GIB)).recipe))
+    with pytest.raises(PlacementError, match=r"memory\.mlp_chunk_tokens = 0\).*accept_changes = \[\"memory\.mlp_chunk"):
+        prepare_resumed(long_recipe(tmp_path, TIGHT_GIB), resume, print)
+    accepting = long_recipe(tmp_path, TIGHT_GIB, "memory.mlp_chunk_tokens")
+    assert prepare_resumed(accepting, resume, print).compute.mlp_chunk_tokens == 2048
+
+
+def test_another_device_is_told_to_round_otherwise(tmp_path: Path) -> None:
+    roomy, said = long_recipe(tmp_path, ROOMY_GIB), list[str]()
+    here = prepare(roomy).device
+    assert here.startswith("CPU, ")
+    resume = ResumePoint.of(checkpoint_of(prepare(roomy).recipe, "NVIDIA H200"))
+    prepare_resumed(roomy, resume, said.append)
+    assert len(said) == 1 and f"NVIDIA H200 -> {here}" in said[0]
+
+
+def test_on_cuda_fewer_kept_layers_and_another_compilation_are_told(tmp_path: Path) -> None:
+    before = recipe(tmp_path).with_memory(kept_layers=7)
+    on_cpu = prepare(long_recipe(tmp_path, ROOMY_GIB))
+    fewer = replace(on_cpu, recipe=before.with_memory(kept_layers=5), cuda=True)
+    assert rounding_changes(before, fewer) == ["memory.kept_layers: 7 -> 5"]
+    uncompiled = before.model_copy(update={"train": before.train.model_copy(update={"compile": False})})
+    assert rounding_changes(before, replace(fewer, recipe=uncompiled)) == ["train.compile: true -> false"]
+    assert rounding_changes(before, replace(fewer, recipe=before)) == []
+    assert rounding_changes(before, replace(fewer, cuda=False)) == [], "the CPU sums alike, and compiles nothing"
+    assert rounding_changes(recipe(tmp_path), fewer) == [], "an older checkpoint does not say"
