@@ -15,14 +15,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cluster.command_line import CommandParser
+from tasks.report_page.run_record import METRICS, read_run
 from tasks.stored_model import StoredModel, find_checkpoint
-from tiers.checkpoint import newest_complete
-from tiers.errors import TierError
+from tiers.checkpoint import PARTIAL, newest_complete
+from tiers.errors import ShardError, TierError
 from tiers.manifest import MANIFEST_NAME, verify
 from tiers.quantities import shown_bytes
+from tiers.safetensors_directory import INDEX_NAME, read_directory
 from tiers.safetensors_header import read_header
 
 _SAFETENSORS = "*.safetensors"
+_AS_WRITTEN = "every byte is as the manifest says"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("tasks.inspect", __doc__)
     parser.add_argument("path", type=Path, help="a run directory, a checkpoint, or a Hugging Face model directory")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte and compare checksums, where there are any"
+    )
     options = parser.parse_args(arguments)
     path: Path = options.path
+    problems = damage(path) if options.verify else []
     try:
         if (path / "checkpoints").is_dir():
             for line in run_lines(path):
@@ -43,11 +49,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines = checkpoint_lines(find_checkpoint(path), tensors=options.tensors)
         for line in lines:
             print(line)
-        if options.verify and not any(path.glob(_SAFETENSORS)):
-            return _verify(find_checkpoint(path))
     except (TierError, OSError, ValueError) as error:
-        return parser.refuse(error)
-    return 0
+        if not problems:
+            return parser.refuse(error)
+    for problem in problems:
+        print(f"damaged      {problem}")
+    if options.verify and not problems:
+        whole = "every header fits its file; there are no checksums" if any(path.glob(_SAFETENSORS)) else _AS_WRITTEN
+        print(f"verified     {whole}")
+    return 1 if problems else 0
+
+
+def damage(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, a run directory's newest ones, or the files of a Hugging Face directory.
+
+    Reads every byte of a checkpoint; of a run directory that of the newest whose files are all there in their size.
+    """
+    if any(path.glob(_SAFETENSORS)):
+        return _hugging_face_damage(path)
+    if any((path / name).is_file() for name in (MANIFEST_NAME, "zarr.json")):
+        return verify(path, deep=True)
+    newest, skipped = newest_complete(path)
+    # What a writer that died left is no damage: it never was a checkpoint.
+    problems = [f"{each.path}: {each.reason}" for each in skipped if each.path.suffix != PARTIAL]
+    return problems + (verify(newest, deep=True) if newest is not None else [])
+
+
+def _hugging_face_damage(directory: Path) -> list[str]:
+    problems = []
+    for file in sorted(directory.glob(_SAFETENSORS)):
+        try:
+            read_header(file)
+        except (ShardError, OSError) as error:
+            problems.append(str(error))
+    if not problems and (directory / INDEX_NAME).exists():
+        try:
+            read_directory(directory)
+        except (TierError, OSError) as error:
+            problems.append(str(error))
+    return problems
 
 
 def run_lines(run_dir: Path) -> Iterator[str]:
@@ -55,12 +95,13 @@ def run_lines(run_dir: Path) -> Iterator[str]:
     newest, skipped = newest_complete(run_dir)
     complete = sorted(path.parent.name for path in (run_dir / "checkpoints").glob(f"*/{MANIFEST_NAME}"))
     yield f"run          {run_dir.absolute()}"
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.is_file():
-        rows = [json.loads(row) for row in metrics.read_text().splitlines() if row]
-        losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    if (run_dir / METRICS).is_file():
+        record = read_run(run_dir)
+        losses = [loss for loss in record.column("loss") if math.isfinite(loss)]
         if losses:
-            yield f"trained      {len(rows)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+            yield f"trained      {len(record.steps)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        if record.unreadable_lines:
+            yield f"unreadable   {record.unreadable_lines} lines of its rows: a kill may have cut the last one short"
     yield f"checkpoints  {', '.join(complete) or 'none'}; newest complete: {newest.name if newest else 'none'}"
     for skip in skipped:
         yield f"incomplete   {skip.path.name}: {skip.reason}"
@@ -104,15 +145,6 @@ def hugging_face_lines(directory: Path, *, tensors: bool) -> Iterator[str]:
     yield f"tensors      {len(held)} in {len({tensor.path for tensor in held})} files"
     for tensor in held if tensors else ():
         yield f"  {tensor.path.name:<34} {tensor.name:<60} {tensor.dtype} {list(tensor.shape)}"
-
-
-def _verify(directory: Path) -> int:
-    problems = verify(directory, deep=True)
-    for problem in problems:
-        print(f"damaged      {problem}")
-    if not problems:
-        print("verified     every byte is as the manifest says")
-    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def verify(directory: Path, *, deep: bool, threads: int = 4) -> list[str]:
         for record in manifest.files:
             try:
                 problems += _content_problems(directory, record, io)
-            except ShardError as error:
+            except (ShardError, OSError) as error:
                 problems.append(str(error))
     return problems
 

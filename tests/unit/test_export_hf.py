@@ -14,67 +14,17 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.families import load_model_spec, model_layout
-from pipeline.recipe import parse_recipe
 from tasks import export_hf, inspect
 from tasks.hf_directory import ExportSettings, export, plan_shards
 from tasks.stored_model import StoredModel
-from tests.support.stores import empty_arrays, saved_facts, write_layer
+from tests.support.saved_runs import save_run
 from tests.support.tiny import tiny_config
-from tiers import checkpoint
-from tiers.direct_file import DirectMode
-from tiers.direct_io import DirectIO
 from tiers.layout import Buffer, Precision
 from tiers.master import split_master
-from tiers.shard_store import ShardStore
 from tiers.shards import shard_path
 
 SaveRun = Callable[..., Path]
 Weights = dict[str, torch.Tensor]
-
-
-def save_run(
-    run_dir: Path, config: dict[str, Any], precision: Precision, source: Path | None = None, **facts: Any
-) -> Weights:
-    """Write a checkpoint of random fp32 masters as a run would, and return them by name."""
-    model = model_layout(load_model_spec(source or config, precision))
-    generator = torch.Generator().manual_seed(5)
-    weights: Weights = {}
-    writer = checkpoint.begin(run_dir, 7, model)
-    records = []
-    with DirectIO(threads=1) as io:
-        store = ShardStore(writer.directory, model, io, DirectMode.BUFFERED)
-        for layer in model.layers:
-            arrays = empty_arrays(model, layer)
-            for tensor in layer.tensors:
-                values = torch.randn(tensor.shape, generator=generator) * 0.1
-                place = slice(tensor.offset, tensor.offset + tensor.numel)
-                flat = values.numpy().reshape(-1)
-                if precision is Precision.FP32:
-                    arrays[Buffer.WEIGHT][place] = flat
-                else:
-                    split_master(flat, arrays[Buffer.WEIGHT][place], arrays[Buffer.WEIGHT_LOW][place])
-                weights[tensor.name] = values
-            records += write_layer(store, layer, arrays)
-    recipe = {
-        "run": {"name": "test", "dir": str(run_dir)},
-        "model": {"source": str(source)} if source else {"config": config},
-        "data": {"path": "/nowhere"},
-        "train": {"steps": 7, "sequence_length": 8, "sequences_per_step": 1},
-        "precision": {"mode": str(precision)},
-    }
-    text = "".join(
-        f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in section.items())
-        for name, section in recipe.items()
-    )
-    parse_recipe(text)
-    writer.publish(records, saved_facts(model, 7).model_copy(update={"recipe": text, **facts}))
-    return weights
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)
 
 
 def tensors_of(directory: Path) -> Weights:
@@ -216,30 +166,3 @@ def test_nothing_is_overwritten_and_damage_is_not_exported(tmp_path: Path, capsy
 
 def _layers(run: Path) -> tuple[Any, ...]:
     return model_layout(load_model_spec(tiny_config("llama"), Precision.BF16)).layers
-
-
-def test_inspect_tells_run_checkpoint_and_hugging_face_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    weights = save_run(run, tiny_config("llama"), Precision.BF16)
-    losses = ("5.5", "null", "2.25", "null")
-    (run / "metrics.jsonl").write_text("".join(f'{{"step": 1, "loss": {loss}}}\n' for loss in losses))
-    assert inspect.main([str(run), "--tensors", "--verify"]) == 0
-    text = capsys.readouterr().out
-    numel = sum(values.numel() for values in weights.values())
-    assert "checkpoints  step-" in text
-    for part in (
-        "7 (7 applied",
-        f"{numel:,}, bf16",
-        "5.5000 -> 2.2500",
-        "exp_avg_sq",
-        "lm_head.weight",
-        "verified",
-    ):
-        assert part in text, part
-    out = export(StoredModel.open(run), tmp_path / "out", ExportSettings()).directory
-    assert inspect.main([str(out)]) == 0
-    assert f"{numel:,} (BF16 {numel:,})" in capsys.readouterr().out
-    assert inspect.main([str(tmp_path)]) == 2
-    assert "no checkpoint" in capsys.readouterr().err
