@@ -32,6 +32,7 @@ ACTORS = {
     Op.LOAD_STATE: "prefetcher",
     Op.STORE_STATE: "prefetcher",
     Op.SNAPSHOT: "prefetcher",
+    Op.CAPTURE: "prefetcher",
 }
 """Who does what; of the optimizers each does a part."""
 

@@ -61,9 +61,15 @@ class Coordinator:
     def __init__(self, crew: Crew, plan: SchedulePlan, *, applied_steps: int) -> None:
         self._crew = crew
         self._plan = plan
-        self._step_operations = {checkpoint: build_step(plan, checkpoint=checkpoint) for checkpoint in (False, True)}
+        self._step_operations = {
+            (checkpoint, captures): build_step(plan, checkpoint=checkpoint, captures=captures)
+            for checkpoint in (False, True)
+            for captures in (False, True)
+        }
         self._evaluation_operations = build_evaluation(plan)
         self._last: dict[Key, list[Ref]] = {}
+        self._last_checkpoint: Path | None = None
+        """That the step submitted last writes."""
         self._control: Ref = ray.put(
             StepControl(applied=True, applied_steps=applied_steps, lr=0.0, clip_coefficient=1.0)
         )
@@ -79,15 +85,17 @@ class Coordinator:
             checkpoint: Directory that receives every layer's state after its update.
         """
         submitted = SubmittedStep(step, None, {})
-        operations = self._step_operations[checkpoint is not None]
+        captured = self._last_checkpoint
+        operations = self._step_operations[checkpoint is not None, captured is not None]
         self._recent.append(_Submission(step, operations, submitted.refs))
         for operation in operations:
             key = operation.key
             after = [ref for needed in operation.after for ref in submitted.refs[needed]]
             after += [ref for needed in operation.after_last for ref in self._last.get(needed, [])]
-            submitted.refs[key] = self._call(step, operation, after, batch, checkpoint, submitted)
+            directory = captured if key.op is Op.CAPTURE else checkpoint
+            submitted.refs[key] = self._call(step, operation, after, batch, directory, submitted)
         submitted.snapshots = [ref for key, refs in submitted.refs.items() if key.op is Op.SNAPSHOT for ref in refs]
-        self._last = submitted.refs
+        self._last, self._last_checkpoint = submitted.refs, checkpoint
         return submitted
 
     def wait(self, submitted: SubmittedStep) -> StepResult:
@@ -100,7 +108,7 @@ class Coordinator:
         return cast("StepResult", ray.get(submitted.result))
 
     def drain(self) -> None:
-        """Wait until nothing is in flight: every update and snapshot of the last step is done."""
+        """Wait until nothing is in flight that changes a layer; a checkpoint may still be written from copies."""
         ray.get([ref for refs in self._last.values() for ref in refs])
 
     def evaluate(self, batches: Iterator[Batch]) -> LossSum:
@@ -205,6 +213,8 @@ class Coordinator:
                 return [prefetcher.store_state.options(name=name).remote(layer, *after)]
             case Op.SNAPSHOT:
                 return [prefetcher.snapshot.options(name=name).remote(layer, directory, *after)]
+            case Op.CAPTURE:
+                return [prefetcher.capture.options(name=name).remote(layer, directory, *after)]
 
 
 def _state(ref: Ref) -> CallState:

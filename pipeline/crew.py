@@ -53,6 +53,8 @@ class CrewSettings:
     nvme_dir: Path | None
     compression: Compression = Compression.NONE
     """Of the checkpoints."""
+    staging_bytes: int = 0
+    """The most memory for copies of what a checkpoint has not written yet."""
 
 
 @dataclass
@@ -112,7 +114,11 @@ class Crew:
             with suppress(OSError):  # the owner is gone already: whoever needs it says so
                 arena = ArenaIdentity.of(handle.arena)
             prefetcher = options_of(PrefetcherActor, "prefetcher", namespace, threads=1).remote(
-                handle, nvme_dir=settings.nvme_dir, threads=settings.io_threads, compression=settings.compression
+                handle,
+                nvme_dir=settings.nvme_dir,
+                threads=settings.io_threads,
+                compression=settings.compression,
+                staging_bytes=settings.staging_bytes,
             )
             started["prefetcher"] = prefetcher
             optimizers = [

@@ -19,16 +19,17 @@ from pipeline.step.update_order import UpdateOrder
 __all__ = ["SchedulePlan", "build_evaluation", "build_snapshot", "build_step"]
 
 
-def build_step(plan: SchedulePlan, *, checkpoint: bool = False) -> tuple[Operation, ...]:
+def build_step(plan: SchedulePlan, *, checkpoint: bool = False, captures: bool = False) -> tuple[Operation, ...]:
     """Build one training step, in an order of submission in which every operation follows those it waits for.
 
     Args:
         plan: Placement and clipping.
         checkpoint: Whether every layer is written to a checkpoint after its update.
+        captures: Whether the step before did so, and may still be at it.
     """
     # What a slot's first user in a step waits for is the slot's last user in the step before: build once to learn it.
-    carried = _step(plan, {}, checkpoint).holders
-    return tuple(_step(plan, carried, checkpoint).operations)
+    carried = _step(plan, {}, checkpoint, captures).holders
+    return tuple(_step(plan, carried, checkpoint, captures).operations)
 
 
 def build_snapshot(plan: SchedulePlan) -> tuple[Operation, ...]:
@@ -45,12 +46,12 @@ def build_evaluation(plan: SchedulePlan) -> tuple[Operation, ...]:
     return tuple(graph.operations)
 
 
-def _step(plan: SchedulePlan, carried: Mapping[Resource, Key], checkpoint: bool) -> Graph:
+def _step(plan: SchedulePlan, carried: Mapping[Resource, Key], checkpoint: bool, captures: bool) -> Graph:
     graph = Graph(plan, carried)
     sums = SumOrder(graph)
     streaming = StreamingOrder(graph, sums)
-    updates = UpdateOrder(graph, streaming)
-    last_wave = plan.waves - 1
+    updates = UpdateOrder(graph, streaming, captures=captures)
+    last_wave, middle = plan.waves - 1, plan.head // 2
     for wave in range(last_wave):
         streaming.forward_pass(wave)
         sums.store(plan.head, wave, streaming.head(wave))
@@ -61,10 +62,14 @@ def _step(plan: SchedulePlan, carried: Mapping[Resource, Key], checkpoint: bool)
     head = streaming.head(last_wave)
     if not plan.clip:
         graph.add(Key(Op.LOSS), after=(head,), after_last=(Key(Op.LOSS),))
+    if captures and not plan.clip:
+        updates.capture(Key(Op.FORWARD, middle, wave=last_wave))
     updates.leave(plan.head, head)
     for layer in range(plan.head - 1, -1, -1):
         last = streaming.backward(layer, last_wave)
         updates.leave(layer, last)
+        if captures and plan.clip and layer == middle:
+            updates.capture(last)
     graph.add(Key(Op.NORM), after=(last, *(() if plan.clip else (Key(Op.LOSS),))), after_last=(Key(Op.NORM),))
     if plan.clip:
         updates.after_norm()

@@ -18,14 +18,17 @@ from tiers.layout import Buffer, LayerLayout, ModelLayout, buffer_types, stored_
 from tiers.manifest import MANIFEST_NAME, Manifest, read_manifest
 from tiers.preflight import preflight, read_mode
 from tiers.shard_store import Records, ShardStore, StorageArray
-from tiers.shards import FileRecord, shard_path
+from tiers.shards import FileRecord, ShardGeometry, shard_path
 from tiers.store_metadata import Compression
+from tiers.write_behind import WriteBehind
 
 
 class CheckpointLayers:
     """Reads and writes layers of any checkpoints of one model. Thread-safe for calls on different layers."""
 
-    def __init__(self, model: ModelLayout, io: DirectIO, spans: IoSpans, compression: Compression) -> None:
+    def __init__(
+        self, model: ModelLayout, io: DirectIO, spans: IoSpans, compression: Compression, staging_bytes: int = 0
+    ) -> None:
         """Use the threads of `io`, which stays the caller's.
 
         Args:
@@ -33,6 +36,7 @@ class CheckpointLayers:
             io: Moves the bytes of what is not compressed.
             spans: Told what was read and written.
             compression: Of what is written; anything is read.
+            staging_bytes: The most memory for copies of what is being written while its home changes.
         """
         self._model = model
         self._io = io
@@ -41,6 +45,7 @@ class CheckpointLayers:
         self._lookup = threading.Lock()
         self._manifests: dict[Path, Manifest] = {}
         self._modes: dict[int, DirectMode] = {}
+        self._behind = WriteBehind(staging_bytes)
 
     def check_precision(self, checkpoint: Path) -> None:
         """Refuse a checkpoint of another precision.
@@ -85,7 +90,7 @@ class CheckpointLayers:
         Args:
             directory: Of the checkpoint.
             layer: The layer.
-            in_ram: Its buffers in the arena.
+            in_ram: Its buffers in the arena, unchanged until this or a `capture` of the layer returns.
             on_nvme: Its other buffers, which are copied from the files of `working`.
             working: Where they lie; None where there are none.
             records: Of the working files.
@@ -98,22 +103,37 @@ class CheckpointLayers:
         """
         buffers = stored_buffers(self._model.precision)
         name = f"snapshot[{layer.index}]"
-        with self._spans.during(name, "nvme_write", self._num_bytes(layer, buffers)):
+        with (
+            self._behind.writing(directory, layer.index, in_ram, self._chunk_bytes(layer)) as pending,
+            self._spans.during(name, "nvme_write", self._num_bytes(layer, buffers)),
+        ):
             if self._compression is Compression.ZSTD:
                 archive = CompressedStore(directory, self._model)
                 written = archive.create_layer(layer, buffers)
-                written += archive.write(layer, in_ram)
+                written += archive.write(layer, in_ram, pending.chunk)
                 if working is not None and on_nvme:
                     written += archive.copy_from(working, layer, on_nvme, records)
                 return written
             target = ShardStore(directory, self._model, self._io, self._mode(directory))
             written = target.create_layer(layer, buffers)
             if in_ram:
-                written += target.write(layer, in_ram, sync=True)
+                written += target.write(layer, in_ram, sync=True, lend=pending.chunk)
             if working is not None and on_nvme:
                 with self._spans.during(name, "nvme_read", self._num_bytes(layer, on_nvme)):
                     written += target.copy_from(working, layer, on_nvme, records)
         return written
+
+    def capture(self, directory: Path, layer: LayerLayout, in_ram: Mapping[Buffer, StorageArray]) -> None:
+        """Return when `in_ram` may change although its `write` goes on, or has yet to begin.
+
+        Copies what is not written yet as far as there is staging memory, and waits for the rest.
+        """
+        self._behind.capture(directory, layer.index, in_ram, self._chunk_bytes(layer))
+
+    def _chunk_bytes(self, layer: LayerLayout) -> dict[Buffer, int]:
+        types = buffer_types(self._model.precision)
+        buffers = stored_buffers(self._model.precision)
+        return {buffer: ShardGeometry.of(layer.numel, types[buffer]).chunk_bytes for buffer in buffers}
 
     def _num_bytes(self, layer: LayerLayout, buffers: Sequence[Buffer]) -> int:
         types = buffer_types(self._model.precision)

@@ -18,7 +18,7 @@ from tiers.direct_file import fault
 from tiers.durable_files import FILE_MODE, make_directory
 from tiers.errors import ShardError
 from tiers.layout import Buffer, LayerLayout, ModelLayout, buffer_types
-from tiers.shard_store import Records, ShardStore, StorageArray, write_metadata
+from tiers.shard_store import Lend, Records, ShardStore, StorageArray, write_metadata
 from tiers.shards import FileRecord, ShardGeometry, ShardLabel, index_of, shard_path, tensor_spans
 from tiers.store_metadata import ZSTD_LEVEL, Compression, check_layer_metadata, layer_metadata
 
@@ -37,8 +37,15 @@ class CompressedStore:
         files = layer_metadata(layer, self._model.precision, buffers, Compression.ZSTD)
         return tuple(write_metadata(self.directory, file) for file in files)
 
-    def write(self, layer: LayerLayout, arrays: Mapping[Buffer, StorageArray]) -> tuple[FileRecord, ...]:
+    def write(
+        self, layer: LayerLayout, arrays: Mapping[Buffer, StorageArray], lend: Lend | None = None
+    ) -> tuple[FileRecord, ...]:
         """Write buffers of a layer from memory [layer.numel], durably.
+
+        Args:
+            layer: Whose.
+            arrays: Memory of each buffer, [layer.numel].
+            lend: Where the chunks lie, if `arrays` may change meanwhile.
 
         Returns:
             A record of each shard.
@@ -46,10 +53,12 @@ class CompressedStore:
         Raises:
             ShardError: The disk is full or refuses.
         """
-        return tuple(
-            self._write(layer, buffer, _pieces(array, self._geometry(layer, buffer).chunk_numel))
-            for buffer, array in arrays.items()
-        )
+        written = []
+        for buffer, array in arrays.items():
+            numel = self._geometry(layer, buffer).chunk_numel
+            pieces = _pieces(array, numel) if lend is None else _lent_pieces(lend, buffer, array, numel)
+            written.append(self._write(layer, buffer, pieces))
+        return tuple(written)
 
     def copy_from(
         self, source: ShardStore, layer: LayerLayout, buffers: Iterable[Buffer], records: Records
@@ -140,3 +149,10 @@ def read_stored(path: Path, record: FileRecord, label: ShardLabel) -> Iterator[b
 
 def _pieces(array: StorageArray, numel: int) -> Iterator[StorageArray]:
     return (array[start : start + numel] for start in range(0, array.size, numel))
+
+
+def _lent_pieces(lend: Lend, buffer: Buffer, array: StorageArray, numel: int) -> Iterator[StorageArray]:
+    """Likewise, each lent until the next is asked for."""
+    for number in range(-(-array.size // numel)):
+        with lend(buffer, number) as memory:
+            yield memory.view(array.dtype)

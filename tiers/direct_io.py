@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,8 @@ class FileBlocks:
     offsets: Sequence[int]
     """Byte offset in the file of each block, page-aligned."""
     block_bytes: int
+    lend: Callable[[int], AbstractContextManager[ByteArray]] | None = None
+    """Where blocks to write may move while others are written: gives one by its number, in place of `data`."""
 
     def __post_init__(self) -> None:
         assert self.data.ctypes.data % PAGE_BYTES == 0, "O_DIRECT memory must start at a page"
@@ -50,12 +52,22 @@ class FileBlocks:
         """The memory of one block."""
         return self.data[number * self.block_bytes : (number + 1) * self.block_bytes]
 
+    def lent(self, number: int) -> AbstractContextManager[ByteArray]:
+        """The memory of one block while it is written."""
+        return nullcontext(self.block(number)) if self.lend is None else self.lend(number)
+
 
 class DirectIO:
     """Threads that move blocks. Thread-safe; belongs to the process that made it (threads do not survive a fork)."""
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="direct-io")
+    def __init__(self, threads: int, prepare: Callable[[], None] | None = None) -> None:
+        """Start no thread before the first request.
+
+        Args:
+            threads: Requests in flight.
+            prepare: Called in each thread when it starts.
+        """
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="direct-io", initializer=prepare)
         self._bounce = threading.local()
         self._process = os.getpid()
 
@@ -100,7 +112,7 @@ class DirectIO:
             descriptors = [stack.enter_context(writing(file.path, file.mode)) for file in files]
             sums = self._run(
                 [
-                    [_bind(write_block, fd, file.path, file.block(i), offset) for i, offset in enumerate(file.offsets)]
+                    [_bind(_write_lent, fd, file, number, offset) for number, offset in enumerate(file.offsets)]
                     for fd, file in zip(descriptors, files, strict=True)
                 ]
             )
@@ -156,6 +168,11 @@ class DirectIO:
             memory = np.frombuffer(mmap.mmap(-1, MAX_BLOCK_BYTES), np.uint8)
             self._bounce.memory = memory
         return memory
+
+
+def _write_lent(descriptor: int, file: FileBlocks, number: int, offset: int) -> int:
+    with file.lent(number) as memory:
+        return write_block(descriptor, file.path, memory, offset)
 
 
 def _bind(function: Callable[..., int], *arguments: object) -> Callable[[], int]:

@@ -30,19 +30,28 @@ from tiers.scratch import Scratch, nvme_buffers, scratch_bytes
 from tiers.shard_store import ShardStore, StorageArray
 from tiers.shards import FileRecord
 from tiers.store_metadata import Compression
+from tiers.thread_priority import yield_to_others
 
 CONCURRENT_CALLS = 6
 """Loads and stores of different layers at once; the I/O threads are shared."""
 CONCURRENT_SNAPSHOTS = 4
 """Beside them, in threads of their own: the next step's loads, and the driver's questions, do not queue behind a
 checkpoint. Compression works in these threads."""
+CONCURRENT_CAPTURES = 2
+"""One thread copies some GB/s; an update waits for its layer alone."""
 
 
 class Prefetcher:
     """I/O on the arena of `tier`. Thread-safe for calls on different layers."""
 
     def __init__(
-        self, tier: TierHandle, *, nvme_dir: Path | None, threads: int, compression: Compression = Compression.NONE
+        self,
+        tier: TierHandle,
+        *,
+        nvme_dir: Path | None,
+        threads: int,
+        compression: Compression = Compression.NONE,
+        staging_bytes: int = 0,
     ) -> None:
         """Attach, and reserve every NVMe working file, so that a full disk shows before training.
 
@@ -51,6 +60,7 @@ class Prefetcher:
             nvme_dir: Where layers live that the plan puts on NVMe; None where it puts none there.
             threads: Disk requests in flight.
             compression: Of the checkpoints that are written; any is read.
+            staging_bytes: The most memory for copies of what is being written to a checkpoint while training goes on.
 
         Raises:
             TierError: The plan needs NVMe and none is given; the directory is missing, in use, not writable or full.
@@ -71,7 +81,11 @@ class Prefetcher:
         self._working: ShardStore | None = None
         self._arena, self._map = tier.attach()
         self._io = DirectIO(threads)
-        self._checkpoints = CheckpointLayers(tier.plan.model, self._io, self._spans, compression)
+        # Threads of its own: what a step waits for does not queue behind a checkpoint.
+        self._checkpoint_io = DirectIO(threads, yield_to_others)
+        self._checkpoints = CheckpointLayers(
+            tier.plan.model, self._checkpoint_io, self._spans, compression, staging_bytes
+        )
         try:
             if num_bytes and nvme_dir is not None:
                 self._scratch = Scratch(nvme_dir)
@@ -170,6 +184,7 @@ class Prefetcher:
     def snapshot(self, layer: int, directory: Path, *after: object) -> tuple[FileRecord, ...]:
         """Write all of a layer's buffers durably into a checkpoint being written.
 
+        What lies in RAM must not change before this, or a `capture` of the layer for the same directory, returns.
         Buffers on NVMe are copied from their files, not through a slot: the slots belong to the step at work.
 
         Returns:
@@ -178,9 +193,15 @@ class Prefetcher:
         Raises:
             ShardError: A disk fails, or a working file is not what was stored.
         """
-        on_nvme = nvme_buffers(self._plan, layer)
-        in_ram = self._state(layer, [b for b in stored_buffers(self._plan.model.precision) if b not in on_nvme])
+        yield_to_others()
+        on_nvme, in_ram = nvme_buffers(self._plan, layer), self._in_ram(layer)
         return self._checkpoints.write(directory, self._layout(layer), in_ram, on_nvme, self._working, self._records)
+
+    @ray.method(concurrency_group="capture")
+    def capture(self, layer: int, directory: Path, *after: object) -> None:
+        """Let a layer in RAM be updated although its `snapshot` goes on: copy aside what is not written, or wait."""
+        assert not nvme_buffers(self._plan, layer), "files are not captured: who changes them waits for the snapshot"
+        self._checkpoints.capture(directory, self._layout(layer), self._in_ram(layer))
 
     @ray.method(concurrency_group="question")
     def take_spans(self) -> tuple[IoSpan, ...]:
@@ -194,6 +215,7 @@ class Prefetcher:
 
     def _release(self) -> None:
         self._io.close()
+        self._checkpoint_io.close()
         if self._scratch is not None:
             self._scratch.close()
         self._arena.close()
@@ -217,6 +239,11 @@ class Prefetcher:
         """Memory where `update` finds the buffers."""
         return {buffer: self._arena.view(self._map.states[layer][buffer]) for buffer in buffers}
 
+    def _in_ram(self, layer: int) -> dict[Buffer, StorageArray]:
+        """What of a layer is at home in RAM."""
+        on_nvme = nvme_buffers(self._plan, layer)
+        return self._state(layer, [b for b in stored_buffers(self._plan.model.precision) if b not in on_nvme])
+
     @contextmanager
     def _filling(self, layer: int) -> Iterator[LayerLayout]:
         """Let the caller fill where the layer is updated, then bring it home.
@@ -235,7 +262,9 @@ class Prefetcher:
             yield
 
 
+CONCURRENCY_GROUPS = {"snapshot": CONCURRENT_SNAPSHOTS, "capture": CONCURRENT_CAPTURES, "question": 1}
+
 # Groups must be named here, not in `.options()`; Ray's types do not know the argument.
 PrefetcherActor: ActorClass[Prefetcher] = ray.remote(  # type: ignore[call-overload]
-    max_concurrency=CONCURRENT_CALLS, concurrency_groups={"snapshot": CONCURRENT_SNAPSHOTS, "question": 1}
+    max_concurrency=CONCURRENT_CALLS, concurrency_groups=CONCURRENCY_GROUPS
 )(Prefetcher)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.checksum import crc32c
+from tiers.checksum import ByteArray, crc32c
 from tiers.direct_file import DirectMode, fault, preallocate
 from tiers.direct_io import DirectIO, FileBlocks
 from tiers.durable_files import make_directory, write_file
@@ -28,6 +30,8 @@ StorageArray = npt.NDArray[Any]
 """A page-aligned 1-D array of a buffer's storage type; the element type varies by buffer."""
 Records = Mapping[str, FileRecord]
 """By path in the store."""
+Lend = Callable[[Buffer, int], AbstractContextManager[ByteArray]]
+"""Gives the bytes of a buffer's chunk, by its number, while it is written, without the padding of the last."""
 
 
 class ShardStore:
@@ -63,13 +67,16 @@ class ShardStore:
             _write_index(path, geometry)
         return tuple(records)
 
-    def write(self, layer: LayerLayout, arrays: Mapping[Buffer, StorageArray], *, sync: bool) -> tuple[FileRecord, ...]:
+    def write(
+        self, layer: LayerLayout, arrays: Mapping[Buffer, StorageArray], *, sync: bool, lend: Lend | None = None
+    ) -> tuple[FileRecord, ...]:
         """Write buffers of a layer over the shards that `create_layer` made.
 
         Args:
             layer: Whose.
             arrays: Memory of each buffer, [layer.numel], page-aligned, unchanged until this returns.
             sync: Whether the files must outlive a crash.
+            lend: Where the chunks lie, if `arrays` may change meanwhile.
 
         Returns:
             A record of each shard.
@@ -78,7 +85,9 @@ class ShardStore:
             ShardError: The disk is full, or another writer or reader has a shard.
         """
         files = [
-            self._blocks(layer, buffer, array, self._geometry(layer, buffer).offsets)
+            self._blocks(
+                layer, buffer, array, self._geometry(layer, buffer).offsets, partial(lend, buffer) if lend else None
+            )
             for buffer, array in arrays.items()
         ]
         sums = self._io.write(files, sync=sync)
@@ -153,10 +162,17 @@ class ShardStore:
         path = str(self.directory / shard_path(layer, buffer))
         return ShardLabel(path, tensor_spans(layer), self._geometry(layer, buffer).chunk_numel)
 
-    def _blocks(self, layer: LayerLayout, buffer: Buffer, array: StorageArray, offsets: tuple[int, ...]) -> FileBlocks:
+    def _blocks(
+        self,
+        layer: LayerLayout,
+        buffer: Buffer,
+        array: StorageArray,
+        offsets: tuple[int, ...],
+        lend: Callable[[int], AbstractContextManager[ByteArray]] | None = None,
+    ) -> FileBlocks:
         geometry, path = self._geometry(layer, buffer), self.directory / shard_path(layer, buffer)
         assert array.shape == (layer.numel,) and array.dtype == geometry.element.storage
-        return FileBlocks(path, self._mode, array.view(np.uint8), offsets, geometry.chunk_bytes)
+        return FileBlocks(path, self._mode, array.view(np.uint8), offsets, geometry.chunk_bytes, lend)
 
     def _offsets(self, layer: LayerLayout, buffer: Buffer, records: Records) -> tuple[int, ...]:
         """Check a shard's size against record and geometry and read its index."""

@@ -51,7 +51,10 @@ class Op(StrEnum):
     STORE_STATE = "store_state"
     """The layer's state slot -> NVMe."""
     SNAPSHOT = "snapshot"
-    """The layer's state -> a checkpoint, while training goes on."""
+    """The layer's state -> a checkpoint, while training goes on, over as many steps as it takes."""
+    CAPTURE = "capture"
+    """What the step before has not yet written of a layer in RAM -> staging memory, as far as that goes. Returns when
+    the layer may be updated; absent where the step before wrote no checkpoint."""
     EVALUATE = "evaluate"
     """Final norm, LM head and the sum of token losses, without gradients."""
 

@@ -10,8 +10,10 @@ from pipeline.step.streaming_order import StreamingOrder
 class UpdateOrder:
     """Adds to a graph what gradients set in motion."""
 
-    def __init__(self, graph: Graph, streaming: StreamingOrder) -> None:
+    def __init__(self, graph: Graph, streaming: StreamingOrder, *, captures: bool = False) -> None:
+        """Add to `graph`; `captures` says that the step before wrote a checkpoint."""
         self._graph = graph
+        self._captures = captures
         self._plan = graph.plan
         self._streaming = streaming
         self._complete: dict[int, Key] = {}
@@ -42,11 +44,32 @@ class UpdateOrder:
 
     def snapshot(self) -> None:
         """Every layer to a checkpoint, in the order of their updates."""
+        for layer in self._in_order():
+            self._graph.add(Key(Op.SNAPSHOT, layer), after=(self._done(layer),))
+
+    def capture(self, trigger: Key) -> None:
+        """Every layer in RAM that the last step's checkpoint may still be reading, once `trigger` has returned.
+
+        The later, the less there is to copy; it must be over when the updates begin.
+        """
+        for layer in self._in_order():
+            if self._plan.state_slot(layer) is None:
+                self._graph.add(Key(Op.CAPTURE, layer), after=(trigger,), after_last=(self._done(layer),))
+
+    def _in_order(self) -> range:
+        """The layers in the order of their updates."""
         layers = range(self._plan.num_layers)
-        for layer in layers if self._plan.clip else layers[::-1]:
-            done = Op.UPDATE if self._plan.state_slot(layer) is None else Op.STORE_STATE
-            done = Op.RETURN_STATE if layer in self._plan.device_updates else done
-            self._graph.add(Key(Op.SNAPSHOT, layer), after=(Key(done, layer),))
+        return layers if self._plan.clip else layers[::-1]
+
+    def _done(self, layer: int) -> Key:
+        """What leaves a layer's new state where snapshots find it."""
+        if layer in self._plan.device_updates:
+            return Key(Op.RETURN_STATE, layer)
+        return Key(Op.UPDATE if self._plan.state_slot(layer) is None else Op.STORE_STATE, layer)
+
+    def _captured(self, layer: int) -> tuple[Key, ...]:
+        """What must have returned before a layer in RAM may change."""
+        return (Key(Op.CAPTURE, layer),) if self._captures else ()
 
     def _offload(self, layer: int) -> None:
         self._graph.add(
@@ -59,16 +82,20 @@ class UpdateOrder:
     def _update(self, layer: int, control: Key) -> None:
         after = [Key(Op.OFFLOAD, layer), control]
         ram_slot = self._plan.state_slot(layer)
+        # Files are not captured: they change when the snapshot has copied them.
+        after_last = () if ram_slot is None else (Key(Op.SNAPSHOT, layer),)
         if ram_slot is not None:
             state = (Resource("state", ram_slot),)
             self._graph.add(
                 Key(Op.LOAD_STATE, layer), after_last=(Key(Op.STORE_STATE, layer), Key(Op.SNAPSHOT, layer)), takes=state
             )
             after.append(Key(Op.LOAD_STATE, layer))
+        else:
+            after += self._captured(layer)
         self._graph.add(
             Key(Op.UPDATE, layer),
             after=tuple(after),
-            after_last=(Key(Op.SNAPSHOT, layer),),
+            after_last=after_last,
             holds=(self._graph.gradient(layer),),
         )
         if ram_slot is not None:
@@ -110,8 +137,7 @@ class UpdateOrder:
         for layer in sorted(self._plan.device_updates, key=lambda layer: (layer == 0, layer)):
             key = self._graph.add(
                 Key(Op.RETURN_STATE, layer),
-                after=(Key(Op.UPDATE_ON_DEVICE, layer), *before),
-                after_last=(Key(Op.SNAPSHOT, layer),),
+                after=(Key(Op.UPDATE_ON_DEVICE, layer), *before, *self._captured(layer)),
                 holds=(self._graph.device(layer),),
             )
             before = (key,)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,15 @@ from pipeline.families import ModelSpec, load_model_spec, model_layout
 from pipeline.memory.homes import homes
 from pipeline.messages import Batch, StepControl, StepResult
 from pipeline.schedule import SchedulePlan, build_step
-from pipeline.step.operations import Op
+from pipeline.step.operations import Key, Op
 from pipeline.updates.learning_rate import LearningRate
 from pipeline.updates.optimizer_pool import Optimizer, OptimizerSettings
 from tiers.layout import Buffer, ElementType, Precision, TierPlan
 from tiers.master import join_master
 from tiers.parameter_tier import ParameterTier, TierHandle
 from tiers.prefetcher import Prefetcher
+from tiers.shards import FileRecord
+from tiers.store_metadata import Compression
 
 LR = LearningRate("constant", 1e-3, 0, 100)
 
@@ -54,6 +58,8 @@ class Case:
     waves: int = 1
     kept_in_lent_room: int = 0
     io_threads: int = 2
+    compression: Compression = Compression.NONE
+    staging_bytes: int = 0
 
     def spec(self) -> ModelSpec:
         return load_model_spec(self.config, self.precision)
@@ -118,7 +124,20 @@ class InlineRun:
         tier_plan, self.schedule = case.plans()
         self.tier = ParameterTier(tier_plan)
         handle: TierHandle = self.tier.handle()
-        self.prefetcher = Prefetcher(handle, nvme_dir=case.nvme_dir, threads=case.io_threads)
+        self.prefetcher = Prefetcher(
+            handle,
+            nvme_dir=case.nvme_dir,
+            threads=case.io_threads,
+            compression=case.compression,
+            staging_bytes=case.staging_bytes,
+        )
+        self.writers = ThreadPoolExecutor(4)
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.snapshots: dict[int, Future[tuple[FileRecord, ...]]] = {}
+        """By layer: the writing of the newest checkpoint."""
+        self._checkpoint: Path | None = None
+        """Of the step before."""
         self.optimizers = [
             Optimizer(handle, case.optimizer_settings(), part, case.optimizer_actors, case.threads)
             for part in range(case.optimizer_actors)
@@ -131,11 +150,14 @@ class InlineRun:
         for layer in range(self.schedule.num_layers):
             self.prefetcher.initialise(layer, seed)
 
-    def step(self, step: int, batch: Batch) -> StepResult:
-        """Run one step in submission order."""
+    def step(self, step: int, batch: Batch, checkpoint: Path | None = None) -> StepResult:
+        """Run one step in submission order; a checkpoint is written in threads beside it and the next."""
         result: StepResult | None = None
-        for operation in build_step(self.schedule):
+        captured, self._checkpoint = self._checkpoint, checkpoint
+        for operation in build_step(self.schedule, checkpoint=checkpoint is not None, captures=captured is not None):
             layer, slot = operation.key.layer, operation.slot
+            if captured is not None and Key(Op.SNAPSHOT, layer) in operation.after_last:
+                self.snapshots[layer].result()
             match operation.key.op:
                 case Op.BEGIN:
                     self.compute.begin(step, batch)
@@ -175,8 +197,18 @@ class InlineRun:
                     self.prefetcher.load_state(layer)
                 case Op.STORE_STATE:
                     self.prefetcher.store_state(layer)
+                case Op.SNAPSHOT:
+                    assert checkpoint is not None
+                    self.snapshots[layer] = self.writers.submit(self._snapshot, layer, checkpoint)
+                case Op.CAPTURE:
+                    assert captured is not None
+                    self.prefetcher.capture(layer, captured)
         assert result is not None
         return result
+
+    def _snapshot(self, layer: int, checkpoint: Path) -> tuple[FileRecord, ...]:
+        self.may_write.wait()
+        return self.prefetcher.snapshot(layer, checkpoint)
 
     def train(self, batches: Sequence[Batch]) -> list[StepResult]:
         return [self.step(step, batch) for step, batch in enumerate(batches, 1)]
@@ -199,6 +231,8 @@ class InlineRun:
         return found
 
     def close(self) -> None:
+        self.may_write.set()
+        self.writers.shutdown()
         self.compute.close()
         for optimizer in self.optimizers:
             optimizer.close()

@@ -78,6 +78,10 @@ class Machine:
     sums: dict[int, tuple[int, int, int] | None] = field(default_factory=dict)
     """By accumulator: layer, step and number of waves that are summed in it; None once it may be used anew."""
     ram_sums: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+    """Layers whose snapshot has been taken and not captured."""
+    captured: dict[int, int] = field(default_factory=dict)
+    """By layer whose snapshot goes on from a copy: updates applied to it."""
     log: Counter[str] = field(default_factory=Counter)
 
     def device_key(self, layer: int) -> int:
@@ -167,7 +171,12 @@ class Machine:
                 assert self.ram_state[plan.state_slot(layer) or 0] == (layer, step)
                 self.on_disk[layer] = step + 1
             case Op.SNAPSHOT:
-                assert self.version[layer] == step + 1
+                assert self.captured.pop(layer, self.version[layer]) == step + 1
+                self.written.add(layer)
+            case Op.CAPTURE:
+                assert plan.state_slot(layer) is None
+                if layer not in self.written:
+                    self.captured[layer] = self.version[layer]
         if key.op in (Op.BACKWARD, Op.HEAD):
             layer = plan.head if key.op is Op.HEAD else layer
             self.sum_gradient(step, layer, key.wave)
@@ -192,7 +201,7 @@ def walk(plan: SchedulePlan, steps: int, checkpoint_at: int, rng: random.Random)
     waiting: dict[tuple[int, Key], set[tuple[int, Key]]] = {}
     last: set[Key] = set()
     for step in range(steps):
-        operations = build_step(plan, checkpoint=step == checkpoint_at)
+        operations = build_step(plan, checkpoint=step == checkpoint_at, captures=step == checkpoint_at + 1)
         for operation in operations:
             waiting[step, operation.key] = {(step, key) for key in operation.after} | {
                 (step - 1, key) for key in operation.after_last if key in last

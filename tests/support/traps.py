@@ -34,7 +34,7 @@ RUN_DIR = "MEGATRAIN_RUN_DIR"
 MODULES = ("tiers.parameter_tier", "tiers.prefetcher", "pipeline.updates.optimizer_pool", "pipeline.compute.compute")
 OPERATIONS = {
     "ParameterTier": (),
-    "Prefetcher": ("load_weights", "load_state", "store_state", "snapshot", "restore"),
+    "Prefetcher": ("load_weights", "load_state", "store_state", "snapshot", "capture", "restore"),
     "Optimizer": ("update",),
     "Compute": (
         *("begin", "stage", "forward", "head", "backward", "offload", "loss", "norm", "evaluate_head"),

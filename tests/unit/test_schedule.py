@@ -76,7 +76,7 @@ def test_any_legal_order_reads_the_right_bytes_and_updates_each_layer_once(plan:
 @given(plan=plans)
 def test_submission_order_follows_every_edge(plan: SchedulePlan) -> None:
     seen: set[Key] = set()
-    operations = build_step(plan, checkpoint=True)
+    operations = build_step(plan, checkpoint=True, captures=True)
     for operation in operations:
         assert set(operation.after) <= seen, f"{operation.key} is submitted before what it waits for"
         assert operation.key not in seen
@@ -182,6 +182,31 @@ def test_updates_run_in_forward_order_behind_the_norm_with_clipping_and_as_gradi
     assert Key(Op.NORM) in by_key[Key(Op.UPDATE, 3)].after
     by_key = {operation.key: operation for operation in immediate}
     assert Key(Op.NORM) not in by_key[Key(Op.UPDATE, 3)].after
+
+
+def test_an_update_waits_for_what_a_checkpoint_has_yet_to_read_of_its_layer_and_for_no_writing() -> None:
+    plan = make_plan(decoders=6, on_device=2)
+    operations = {operation.key: operation for operation in build_step(plan, captures=True)}
+    for layer in range(plan.num_layers):
+        change = Key(Op.RETURN_STATE if layer < 2 else Op.UPDATE, layer)
+        assert Key(Op.CAPTURE, layer) in operations[change].after
+        assert operations[Key(Op.CAPTURE, layer)].after_last == (change,)
+        assert operations[Key(Op.CAPTURE, layer)].after == (Key(Op.BACKWARD, 3, Pass.BACKWARD),)
+    waiting = {key.op for operation in operations.values() for key in (*operation.after, *operation.after_last)}
+    assert Op.SNAPSHOT not in waiting
+    assert not keys_of(build_step(plan, checkpoint=True), Op.CAPTURE)
+
+
+def test_without_clipping_layers_are_captured_within_the_forward_the_last_one_first() -> None:
+    captures = [op for op in build_step(make_plan(clip=False), captures=True) if op.key.op is Op.CAPTURE]
+    assert [operation.key.layer for operation in captures] == [5, 4, 3, 2, 1, 0]
+    assert {operation.after for operation in captures} == {(Key(Op.FORWARD, 2),)}
+
+
+def test_files_are_not_captured_their_change_waits_for_the_copy() -> None:
+    operations = {operation.key: operation for operation in build_step(make_plan(spilled="state"), captures=True)}
+    assert sorted(key.layer for key in operations if key.op is Op.CAPTURE) == [0, 5]
+    assert Key(Op.SNAPSHOT, 2) in operations[Key(Op.UPDATE, 2)].after_last
 
 
 def test_operations_are_named_as_a_reader_of_the_timeline_expects() -> None:

@@ -1,0 +1,140 @@
+"""What a checkpoint reads while training goes on: the bytes of its step, whatever the home holds by then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiers import staging
+from tiers.layout import PAGE_BYTES, Buffer
+from tiers.staging import BLOCK_BYTES, Staging
+from tiers.write_behind import WriteBehind
+
+HERE = Path("step-000001.partial")
+CHUNKS = {Buffer.WEIGHT: PAGE_BYTES, Buffer.EXP_AVG: PAGE_BYTES}
+NUMEL = 3 * PAGE_BYTES // 4 - 100
+"""Of two buffers of three chunks each, the last one short."""
+
+
+def home() -> dict[Buffer, np.ndarray]:
+    return {buffer: np.arange(NUMEL, dtype=np.float32) + place for place, buffer in enumerate(CHUNKS)}
+
+
+def written(behind: WriteBehind, arrays: dict[Buffer, np.ndarray], layer: int = 0) -> dict[Buffer, bytes]:
+    """What a writer finds, chunk by chunk."""
+    found = {}
+    with behind.writing(HERE, layer, arrays, CHUNKS) as pending:
+        for buffer in CHUNKS:
+            parts = []
+            for number in range(3):
+                with pending.chunk(buffer, number) as memory:
+                    parts.append(memory.tobytes())
+            found[buffer] = b"".join(parts)
+    return found
+
+
+def as_bytes(arrays: dict[Buffer, np.ndarray]) -> dict[Buffer, bytes]:
+    return {buffer: array.tobytes() for buffer, array in arrays.items()}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the blocks of staging memory that are made."""
+    blocks: list[int] = []
+    make = staging._block
+
+    def counted() -> np.ndarray:
+        blocks.append(1)
+        return make()
+
+    monkeypatch.setattr(staging, "_block", counted)
+    return blocks
+
+
+@pytest.fixture
+def aside() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+def test_a_layer_that_was_written_in_time_is_never_copied(made: list[int]) -> None:
+    behind, arrays = WriteBehind(100 * BLOCK_BYTES), home()
+    assert written(behind, arrays) == as_bytes(arrays)
+    behind.capture(HERE, 0, arrays, CHUNKS)
+    assert not made and not behind._layers
+
+
+def test_a_layer_that_was_captured_before_its_writing_began_is_written_as_it_was(made: list[int]) -> None:
+    behind, arrays = WriteBehind(100 * BLOCK_BYTES), home()
+    wanted = as_bytes(arrays)
+    behind.capture(HERE, 0, arrays, CHUNKS)
+    for array in arrays.values():
+        array[:] = -1
+    assert written(behind, arrays) == wanted
+    assert len(made) == 6 and not behind._layers
+    assert behind.staging._lent == 0 and not behind.staging._free
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_with_too_little_room_a_capture_waits_until_the_rest_is_written(
+    blocks: int, made: list[int], aside: ThreadPoolExecutor
+) -> None:
+    behind, arrays = WriteBehind(blocks * BLOCK_BYTES + BLOCK_BYTES - 1), home()
+    wanted, changed = as_bytes(arrays), threading.Event()
+
+    def update() -> None:
+        behind.capture(HERE, 0, arrays, CHUNKS)
+        for array in arrays.values():
+            array[:] = -1
+        changed.set()
+
+    with behind.writing(HERE, 0, arrays, CHUNKS) as pending, pending.chunk(Buffer.WEIGHT, 0) as first:
+        updated = aside.submit(update)
+        with behind.changed:
+            behind.changed.wait_for(lambda: len(made) == blocks, timeout=60)
+        # The home of what is being read is not free, however much room there is.
+        assert first.tobytes() == wanted[Buffer.WEIGHT][:PAGE_BYTES] and not changed.is_set()
+        parts: dict[Buffer, bytes] = dict.fromkeys(CHUNKS, b"")
+        for buffer in CHUNKS:
+            for number in range(3):
+                if (buffer, number) != (Buffer.WEIGHT, 0):
+                    with pending.chunk(buffer, number) as memory:
+                        parts[buffer] += memory.tobytes()
+        parts[Buffer.WEIGHT] = first.tobytes() + parts[Buffer.WEIGHT]
+    updated.result(60)
+    assert parts == wanted
+    # A block that came free may have been used for another chunk; more than these there never were.
+    assert len(made) == blocks and behind.staging._lent == 0
+
+
+def test_a_writer_that_fails_frees_what_waits_for_it(aside: ThreadPoolExecutor) -> None:
+    behind, arrays = WriteBehind(0), home()
+    waiting: list[Future[None]] = []
+
+    def fail() -> None:
+        with behind.writing(HERE, 0, arrays, CHUNKS):
+            waiting.append(aside.submit(behind.capture, HERE, 0, arrays, CHUNKS))
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        fail()
+    waiting[0].result(60)
+    assert not behind._layers
+
+
+def test_blocks_are_taken_from_a_machine_that_has_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan counted them, but others may have taken the memory since: then the update waits."""
+    blocks = Staging(2 * BLOCK_BYTES)
+    first = blocks.take()
+    assert first is not None and first.nbytes == BLOCK_BYTES
+    monkeypatch.setattr(staging, "available_host_bytes", lambda: BLOCK_BYTES)
+    assert blocks.take() is None
+    blocks.give(first)
+    assert blocks.take() is None
+    monkeypatch.undo()
+    assert blocks.take() is not None and blocks.take() is not None and blocks.take() is None

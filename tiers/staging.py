@@ -1,0 +1,65 @@
+"""Memory for what a checkpoint still lacks when training must go on: blocks of one size, taken as needed, never all
+of a state.
+
+Blocks are made when they are asked for and given back to the system as soon as none is in use, so that a run holds
+them only while a checkpoint needs them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import numpy as np
+
+from tiers.checksum import ByteArray
+from tiers.direct_io import MAX_BLOCK_BYTES
+from tiers.host_memory import GIB, available_host_bytes
+
+BLOCK_BYTES = MAX_BLOCK_BYTES
+"""No chunk of a shard is larger, and few are much smaller."""
+
+
+class Staging:
+    """At most so many bytes of blocks. Not thread-safe: the owner calls it under a lock."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+            num_bytes: The most to hold; what is less than a block of it is not used.
+        """
+        self._most_blocks = num_bytes // BLOCK_BYTES
+        self._lent = 0
+        self._free: list[ByteArray] = []
+
+    def take(self) -> ByteArray | None:
+        """A block of BLOCK_BYTES that is the caller's until `give`; None where there is no room, now or ever."""
+        if self._free:
+            self._lent += 1
+            return self._free.pop()
+        if self._lent == self._most_blocks or not _has_room():
+            return None
+        self._lent += 1
+        return _block()
+
+    def give(self, block: ByteArray) -> None:
+        """Take a block back."""
+        self._lent -= 1
+        self._free.append(block)
+        if not self._lent:
+            self._free.clear()
+
+
+def _has_room() -> bool:
+    """Whether the machine has memory for a block now: the plan counted it, others may have taken it since."""
+    available = available_host_bytes()
+    return available > BLOCK_BYTES + min(GIB, available // 16)
+
+
+def _block() -> ByteArray:
+    memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Fewer faults to fill it, fewer pieces to write it; EINVAL from a kernel without huge pages.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
