@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipeline.memory.footprint import GIB, TIER_NAMES, Place, total
-from pipeline.memory.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
+from pipeline.memory.footprint import TIER_NAMES, Place
 from pipeline.memory.placement_request import MemoryBudget, Placement, PlacementRequest
 from pipeline.memory.placement_search import solve
 from pipeline.memory.remedies import refusal
-from pipeline.memory.shapes import ProcessShape
+from pipeline.memory.room import Room
 from pipeline.prediction.hardware import Hardware
 from pipeline.prediction.placement_choice import choose
 from tiers.quantities import shown_bytes
@@ -23,10 +22,10 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementRequest",
+    "Room",
     "boundaries_in_words",
     "place",
     "preflight",
-    "ram_for_state",
     "summary",
 ]
 
@@ -40,6 +39,7 @@ def place(
     budget: MemoryBudget,
     hardware: Hardware | None = None,
     micro_batches: Iterable[int] = (),
+    room: Room | None = None,
 ) -> Placement:
     """Place the model within `budget`.
 
@@ -48,6 +48,7 @@ def place(
         budget: What it may use.
         hardware: By whose rates the fastest of several placements is chosen; None takes the first that fits.
         micro_batches: As `choose` has it; only with `hardware`.
+        room: Where the budget comes from, so that a refusal tells what can be done; None knows of no machine.
 
     Raises:
         PlacementError: It does not fit; the message names needed and available bytes of each tier and what to change.
@@ -55,7 +56,7 @@ def place(
     found = solve(request, budget) if hardware is None else choose(request, budget, hardware, micro_batches)
     if isinstance(found, Placement):
         return found
-    raise PlacementError(refusal(request, budget, found))
+    raise PlacementError(refusal(request, room or Room.within(budget), found))
 
 
 def summary(placement: Placement) -> str:
@@ -87,16 +88,6 @@ def boundaries_in_words(placement: Placement) -> str:
     layers = "every layer" if every == 1 else f"every {every}{ {2: 'nd', 3: 'rd'}.get(every, 'th') } layer"
     where = f", {spilled} of {schedule.groups.count} in pinned RAM" if spilled else ""
     return f"{layers}, {'1 wave' if waves == 1 else f'{waves} waves'}{where}"
-
-
-def ram_for_state(available_bytes: int, processes: ProcessShape) -> int:
-    """The most an arena may take of `available_bytes` (min of MemAvailable and the cgroup's headroom).
-
-    Leaves room for the run's processes and page tables, and a reserve for the rest of the machine.
-    """
-    reserve = min(GIB, available_bytes // 16)
-    fixed = total(process_terms(0, processes))
-    return max(0, (available_bytes - reserve - fixed) * 512 // (512 + PAGE_TABLE_MAPPINGS))
 
 
 def preflight(

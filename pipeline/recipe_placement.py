@@ -16,21 +16,18 @@ from pipeline.errors import PipelineError, UnsupportedModelError
 from pipeline.families import ModelSpec, load_model_spec, model_layout, read_config
 from pipeline.families.planned import PLANNED, planned_model
 from pipeline.families.registry import PLANNED_ONLY
+from pipeline.memory.device_fit import decoders
 from pipeline.memory.footprint import GIB
 from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
-from pipeline.placement import MemoryBudget, Placement, PlacementRequest, place, ram_for_state
+from pipeline.placement import Placement, PlacementRequest, Room, place
 from pipeline.prediction.assumed_hardware import assumed_hardware
 from pipeline.prediction.hardware import Hardware
 from pipeline.prediction.placement_choice import micro_batches_of
 from pipeline.recipe import Recipe
+from pipeline.recipe_limits import beyond_positions, check_layers
 from tiers.host_memory import available_host_bytes
 from tiers.layout import ModelLayout
-
-DEVICE_RESERVE = 0.01
-"""Share of free device memory left alone: the allocator's pools never fill to the last block."""
-
-CPU_DEVICE_SHARE = 0.25
-"""Where the CPU stands in for the device, share of host memory that its slots and activations may take."""
+from tiers.scratch import abandoned_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,7 @@ class MachineMemory:
     host_bytes: int
     """min(MemAvailable, cgroup headroom), or a described machine's memory."""
     gpu_bytes: int
+    """Free memory of the GPU; where there is none, all of the host's, for the CPU stands in."""
     nvme_bytes: int
     """Free bytes behind `[memory] nvme_dir`; 0 where the recipe names none."""
     cores: int
@@ -57,7 +55,7 @@ class MachineMemory:
         device = recipe.train.device
         cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
         host_bytes = available_host_bytes()
-        gpu_bytes, gpu_name = _gpu() if cuda else (int(host_bytes * CPU_DEVICE_SHARE), None)
+        gpu_bytes, gpu_name = _gpu() if cuda else (host_bytes, None)
         nvme_bytes = _free_nvme_bytes(recipe.memory.nvme_dir)
         return cls(cuda, host_bytes, gpu_bytes, nvme_bytes, os.cpu_count() or 1, gpu_name)
 
@@ -65,7 +63,7 @@ class MachineMemory:
     def of_hardware(cls, hardware: Hardware, recipe: Recipe) -> MachineMemory:
         """A described machine, whose drives count where the recipe names a directory for them."""
         cuda = recipe.train.device != "cpu"
-        gpu_bytes = hardware.device.memory_bytes if cuda else int(hardware.host.memory_bytes * CPU_DEVICE_SHARE)
+        gpu_bytes = hardware.device.memory_bytes if cuda else hardware.host.memory_bytes
         drive = hardware.nvme if recipe.memory.nvme_dir is not None else None
         nvme_bytes = int(drive.capacity_gb * 1e9) if drive is not None else 0
         return cls(cuda, hardware.host.memory_bytes, gpu_bytes, nvme_bytes, hardware.host.cores)
@@ -83,7 +81,8 @@ def _free_nvme_bytes(nvme_dir: Path | None) -> int:
         raise PipelineError(
             f"memory.nvme_dir = {nvme_dir} is not writable for this user; change its owner, or give another"
         )
-    return shutil.disk_usage(nvme_dir).free
+    # The run gets back what one that died left there.
+    return shutil.disk_usage(nvme_dir).free + abandoned_bytes(nvme_dir)
 
 
 def _gpu() -> tuple[int, str]:
@@ -125,6 +124,13 @@ def shape_of(recipe: Recipe) -> tuple[ModelLayout, ComputeShape]:
     return planned.layout, replace(ComputeShape.of_config(planned.config), attention_window=round(seen))
 
 
+def notes_of(recipe: Recipe) -> tuple[str, ...]:
+    """What is worth knowing of the recipe's model and does not keep it from being trained."""
+    config = _config_of(recipe)
+    note = beyond_positions(recipe, read_config(config) if isinstance(config, Path) else config)
+    return () if note is None else (note,)
+
+
 def planned_only(recipe: Recipe) -> str | None:
     """Why the recipe's model cannot be trained although `shape_of` knows it; None where it can."""
     config = _config_of(recipe)
@@ -153,10 +159,15 @@ def _config_of(recipe: Recipe) -> Path | dict[str, object]:
 def request_of(
     recipe: Recipe, shape: tuple[ModelLayout, ComputeShape], *, cuda: bool, optimizer_actors: int
 ) -> PlacementRequest:
-    """What the placement of a recipe depends on, the budget left out; with micro-batches of 1 where they are open."""
+    """What the placement of a recipe depends on, the budget left out; with micro-batches of 1 where they are open.
+
+    Raises:
+        RecipeError: It counts more decoder layers than the model has.
+    """
     train = recipe.train
     micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
     model, compute = shape
+    check_layers(recipe, decoders(model))
     return PlacementRequest(
         model=model,
         compute=compute,
@@ -203,21 +214,23 @@ def place_recipe(
             size for size in micro_batches_of(train.sequences_per_step, train.sequence_length) if size <= most
         )
     rates = hardware or assumed_hardware(machine.gpu_name, machine.cores)
-    return place(request, budget_of(recipe, machine, request.processes), rates, sizes)
+    room = room_of(recipe, machine)
+    return place(request, room.budget(request.processes), rates, sizes, room)
 
 
-def budget_of(recipe: Recipe, machine: MachineMemory, processes: ProcessShape) -> MemoryBudget:
-    """The smaller of what the recipe allows and what the machine has."""
+def room_of(recipe: Recipe, machine: MachineMemory) -> Room:
+    """What the machine has, and what the recipe allows of it."""
     memory = recipe.memory
-    ram_bytes = ram_for_state(machine.host_bytes, processes)
-    if not machine.cuda:
-        ram_bytes = max(0, ram_bytes - machine.gpu_bytes)
-    return MemoryBudget(
-        ram_bytes=_at_most(memory.ram_gib, ram_bytes),
-        gpu_bytes=_at_most(memory.gpu_gib, int(machine.gpu_bytes * (1 - DEVICE_RESERVE))),
-        nvme_bytes=_at_most(memory.nvme_gib, machine.nvme_bytes),
+    return Room(
+        host_bytes=machine.host_bytes,
+        gpu_bytes=machine.gpu_bytes,
+        nvme_bytes=machine.nvme_bytes,
+        ram_limit=_bytes(memory.ram_gib),
+        gpu_limit=_bytes(memory.gpu_gib),
+        nvme_limit=_bytes(memory.nvme_gib),
+        cuda=machine.cuda,
     )
 
 
-def _at_most(gibibytes: float | None, available_bytes: int) -> int:
-    return available_bytes if gibibytes is None else min(int(gibibytes * GIB), available_bytes)
+def _bytes(gibibytes: float | None) -> int | None:
+    return None if gibibytes is None else int(gibibytes * GIB)

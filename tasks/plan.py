@@ -20,21 +20,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.command_line import CommandParser, count, not_negative
-from pipeline.crew import default_optimizer_actors
 from pipeline.errors import PipelineError
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
 from pipeline.prediction.costs import CostModel
 from pipeline.prediction.hardware import Hardware, HardwareError, find_hardware, load_hardware
 from pipeline.prediction.simulate import simulate
 from pipeline.recipe import Recipe, RecipeError, load_recipe
-from pipeline.recipe_placement import MachineMemory, place_recipe, planned_only, request_of, shape_of
+from pipeline.recipe_placement import MachineMemory, notes_of, place_recipe, planned_only, request_of, shape_of
 from tasks.checkpoint_room import RunDisk, checkpoint_figures
 from tasks.data.settings import DataError
 from tasks.data.sources import find_files
 from tasks.plan_advice import advice
 from tasks.plan_report import Plan, TimeFigures
 from tasks.plan_tables import tables
-from tasks.preparation import data_settings
+from tasks.preparation import data_settings, optimizer_shape
 
 UNLIMITED = MemoryBudget(ram_bytes=2**60, gpu_bytes=2**60)
 
@@ -73,7 +72,7 @@ def make_plan(
         PipelineError: This machine has no GPU and the recipe demands one.
     """
     machine = MachineMemory.of_this_machine(recipe) if hardware is None else MachineMemory.of_hardware(hardware, recipe)
-    actors = recipe.memory.optimizer_actors or default_optimizer_actors(machine.cores)[0]
+    actors, _ = optimizer_shape(recipe, machine.cores)
     shape = shape_of(recipe)
     request = request_of(recipe, shape, cuda=machine.cuda, optimizer_actors=actors)
     reason = None
@@ -88,7 +87,7 @@ def make_plan(
         machine="this machine" if hardware is None else hardware.name,
         parameters=request.model.num_parameters,
         reason=reason,
-        notes=tuple(note for note in (planned_only(recipe), _missing_data(recipe)) if note),
+        notes=(*(note for note in (planned_only(recipe), _missing_data(recipe)) if note), *notes_of(recipe)),
         placement=placement,
         checkpoints=checkpoint_figures(recipe, placement, disk),
         time=None if reason else _time(recipe, placement, request, hardware, price_per_hour, token_budget),

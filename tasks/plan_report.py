@@ -80,7 +80,8 @@ class Plan:
     """Where memory does not suffice, the placement of a machine with enough of everything."""
     checkpoints: CheckpointFigures
     notes: tuple[str, ...]
-    """What keeps the recipe from being trained although it can be planned: its family, data that is not there."""
+    """What keeps the recipe from being trained although it can be planned, its family or data that is not there; and
+    what is worth knowing of its model."""
     time: TimeFigures | None
     """None where the machine's rates are not known, or the model does not fit."""
 

@@ -16,6 +16,7 @@ from pipeline.families import ModelSpec
 from pipeline.memory.footprint import GIB
 from pipeline.placement import Placement, preflight
 from pipeline.recipe import Recipe
+from pipeline.recipe_limits import check_threads
 from pipeline.recipe_placement import MachineMemory, place_recipe, shape_of, spec_of
 from pipeline.updates.optimizer_pool import OptimizerSettings
 from tasks.data.dataset import PackedDataset, open_dataset
@@ -102,9 +103,15 @@ def prepare(recipe: Recipe) -> Preparation:
 
 
 def optimizer_shape(recipe: Recipe, cores: int) -> tuple[int, int]:
-    """Optimizer actors and threads of each, as the recipe says or as the machine suggests."""
+    """Optimizer actors and threads of each, as the recipe says or as the machine suggests.
+
+    Raises:
+        RecipeError: They are more than such a machine can have a use for.
+    """
     actors, threads = default_optimizer_actors(cores)
-    return recipe.memory.optimizer_actors or actors, recipe.memory.threads_per_actor or threads
+    actors, threads = recipe.memory.optimizer_actors or actors, recipe.memory.threads_per_actor or threads
+    check_threads(recipe, actors * threads, cores)
+    return actors, threads
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Place
 from pipeline.placement import summary
 from pipeline.recipe import load_recipe, recipe_toml
+from pipeline.recipe_placement import notes_of
 from tasks.attempt import Launch
 from tasks.checkpoint_room import require_checkpoint_room
 from tasks.failure import explain
@@ -105,6 +106,8 @@ def _announce(launch: Launch) -> None:
     print(f"memory: {summary(preparation.placement)}")
     if preparation.placement.used(Place.NVME) and not shared_memory_has_huge_pages():
         print(f"note: NVMe moves faster with huge pages: as root, `echo advise > {SHMEM_HUGE_PAGES}`")
+    for note in notes_of(recipe):
+        print(f"note: {note}")
     print(f"data: {data.training.report}")
     if data.held_out is not None:
         print(f"held out: {data.held_out.report}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipeline.memory.footprint import MIB, Place, Term
+from pipeline.memory.footprint import MIB, Place, Term, total
 from pipeline.memory.shapes import ProcessShape
 from tiers.layout import ArenaMap, Buffer, Extent, TierPlan, state_buffers
 
@@ -70,6 +70,13 @@ def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]
         terms.append(_ram("compiler", COMPILER_BYTES, f"{COMPILER_WORKERS} worker processes of Inductor"))
     return tuple(terms)
 
+
+def stand_in_terms(device: Iterable[Term]) -> tuple[Term, ...]:
+    """Account of what a GPU would hold where the CPU stands in for it: the same bytes, of host memory."""
+    return (_ram(STAND_IN, total(device), "what a GPU would hold, for the CPU stands in for it"),)
+
+
+STAND_IN = "in place of device memory"
 
 PAGE_TABLE_MAPPINGS = 4
 """ParameterTier, Prefetcher and Compute touch all of the arena, the optimizers together all of it once."""

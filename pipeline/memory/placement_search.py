@@ -19,7 +19,7 @@ from pipeline.memory.device_fit import (
 from pipeline.memory.device_ways import DeviceWay, chunk_sizes, worth_trying
 from pipeline.memory.footprint import Place, Term, total
 from pipeline.memory.homes import Spill, homes, without_ram_gradients
-from pipeline.memory.host_footprint import arena_terms, process_terms
+from pipeline.memory.host_footprint import arena_terms, process_terms, stand_in_terms
 from pipeline.memory.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
 from pipeline.memory.spill_bytes import all_spill_bytes
 from pipeline.schedule import SchedulePlan
@@ -172,8 +172,10 @@ def _placement(request: PlacementRequest, budget: MemoryBudget, tier: TierPlan, 
     extras = extras_of(request, tier.homes, spilled, held, budget.gpu_bytes)
     if not tier.gradient_sums:
         tier = replace(tier, homes=without_ram_gradients(request.model, tier.homes, extras.device_updates))
-    host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
     device = device_account(request, spilled, held, extras)
+    host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
+    if not request.processes.cuda:
+        host += stand_in_terms(device)
     return Placement(
         tier,
         _schedule(request, tier.homes, extras),

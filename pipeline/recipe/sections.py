@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import Field, JsonValue, model_validator
 
 from pipeline.recipe.errors import InvalidCombinationError, Problem
-from pipeline.recipe.values import Beta, Count, CountOrOff, Gibibytes, Place, Places, Section
+from pipeline.recipe.values import Actors, Beta, Count, CountOrOff, Gibibytes, Place, Places, Section, Steps, Threads
 from pipeline.updates.learning_rate import ScheduleKind
 from tiers.layout import ElementType, Precision
 
@@ -113,12 +113,12 @@ class DataSection(Section):
 class TrainSection(Section):
     """`[train]`: how much is computed."""
 
-    steps: Count
+    steps: Steps
     """Optimizer steps of the whole run, skipped ones included. The end of the data starts its next epoch: no step is
     short."""
-    sequence_length: Annotated[int, Ge(2)]
+    sequence_length: Annotated[int, Ge(2), Le(2**24)]
     """Tokens a sequence."""
-    sequences_per_step: Count
+    sequences_per_step: Annotated[int, Ge(1), Le(2**20)]
     """Sequences that make one optimizer step; a multiple of `micro_batch`."""
     micro_batch: Count | Literal["auto"] = "auto"
     """Sequences computed at once: more run faster and hold more activations; the result differs by rounding alone.
@@ -196,11 +196,11 @@ class MemorySection(Section):
     """Most that may be written there, GiB. Default: the free space, less a reserve."""
     gpu_gib: Gibibytes | None = None
     """Device memory to use, GiB. Default: what is free, less a reserve."""
-    optimizer_actors: Count | None = None
+    optimizer_actors: Actors | None = None
     """Default: from the core count."""
-    threads_per_actor: Count | None = None
+    threads_per_actor: Threads | None = None
     """Threads of each optimizer actor. Default: from the core count, in at most four actors: fewer calls a step."""
-    prefetch_threads: Count = 4
+    prefetch_threads: Threads = 4
     """Threads that move bytes between NVMe and RAM."""
     decoder_slots: Count = 2
     """Device slots that decoder layers stream through. Default 2: double buffering; 1 saves a layer's bytes."""
@@ -213,7 +213,7 @@ class MemorySection(Section):
     boundary_every: Count | None = None
     """Of so many recomputed decoder layers one keeps its input for the backward, which makes those of the others anew:
     less to hold, up to an eighth more to compute a step. Default: chosen by the plan. No bit depends on it."""
-    waves: Count | None = None
+    waves: Annotated[int, Ge(1), Le(64)] | None = None
     """Parts of a step's micro-batches that pass all layers one after another: less to hold, weights streamed again for
     each, and 2 bytes a parameter more in RAM (4 without clipping) for fp32 gradient sums. Default: chosen by the plan,
     1 wherever the boundary activations of a whole step have room. No bit depends on it."""
@@ -265,7 +265,7 @@ class CheckpointSection(Section):
 
     every_steps: CountOrOff = 0
     """0: only at the end. Default 0: what a checkpoint costs depends on the model and the disk; see `tasks.plan`."""
-    keep_last: Count = 2
+    keep_last: Steps = 2
     """Newest ones that stay. Default 2: the older one remains should the newest prove unreadable."""
     keep_every: CountOrOff = 0
     """Those of steps that are multiples of this stay for ever; 0: none."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 Count = Annotated[int, Ge(1)]
+Steps = Annotated[int, Ge(1), Le(10**9)]
+Actors = Annotated[int, Ge(1), Le(64)]
+"""A process each, of some 200 MiB; 15 threads have saturated the memory of every machine measured."""
+Threads = Annotated[int, Ge(1), Le(256)]
 CountOrOff = Annotated[int, Ge(0)]
 Gibibytes = Annotated[float, Gt(0)]
 Beta = Annotated[float, Ge(0), Lt(1)]

@@ -61,10 +61,8 @@ class Figure:
 def compare(preparation: Preparation, report: StepReport, hardware: Hardware | None) -> tuple[Figure, ...]:
     """Predict what was measured; times only with a description of the machine."""
     placement = preparation.placement
-    # Where the CPU stands in for the device, the device's memory is the host's.
-    device_bytes = 0 if preparation.cuda else placement.used(Place.DEVICE)
-    held_bytes = _host(placement, NOT_IN_HELD_BYTES) + device_bytes
-    taken_bytes = _host(placement, RUNNING_BEFORE_ALLOCATION) + device_bytes
+    held_bytes = _host(placement, NOT_IN_HELD_BYTES)
+    taken_bytes = _host(placement, RUNNING_BEFORE_ALLOCATION)
     figures = [
         Figure(HOST_HELD, "bytes", held_bytes, report.host_bytes),
         Figure(HOST_TAKEN, "bytes", taken_bytes, report.host_taken_bytes),

@@ -250,8 +250,8 @@ def test_a_remedy_works_when_followed() -> None:
     text = str(refused.value)
     micro_batch = int(text.split("train.micro_batch = ")[1].split(";")[0])
     place(replace(wanted, step=replace(wanted.step, micro_batch=micro_batch)), budget)
-    gpu_gib = int(text.split("memory.gpu_gib = ")[1].split(";")[0])
-    place(wanted, replace(budget, gpu_bytes=gpu_gib * GIB))
+    gpu_gib = float(text.split("memory.gpu_gib = ")[1].split(";")[0])
+    place(wanted, replace(budget, gpu_bytes=int(gpu_gib * GIB)))
 
 
 def test_too_small_a_drive_is_refused_with_the_bytes_it_needs() -> None:
