@@ -16,10 +16,12 @@ from pipeline.errors import PipelineError, UnsupportedModelError
 from pipeline.families import ModelSpec, load_model_spec, model_layout, read_config
 from pipeline.families.planned import PLANNED, planned_model
 from pipeline.families.registry import PLANNED_ONLY
+from pipeline.memory.checkpoint_staging import with_checkpoint_staging
 from pipeline.memory.device_fit import decoders
-from pipeline.memory.footprint import GIB
+from pipeline.memory.footprint import GIB, total
+from pipeline.memory.host_footprint import staging_terms
 from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
-from pipeline.placement import Placement, PlacementRequest, Room, place
+from pipeline.placement import Placement, PlacementError, PlacementRequest, Room, place
 from pipeline.prediction.assumed_hardware import assumed_hardware
 from pipeline.prediction.hardware import Hardware
 from pipeline.prediction.placement_choice import micro_batches_of
@@ -214,8 +216,27 @@ def place_recipe(
             size for size in micro_batches_of(train.sequences_per_step, train.sequence_length) if size <= most
         )
     rates = hardware or assumed_hardware(machine.gpu_name, machine.cores)
-    room = room_of(recipe, machine)
-    return place(request, room.budget(request.processes), rates, sizes, room)
+    asked, room = staging_of(recipe), room_of(recipe, machine)
+    try:
+        placement = place(request, room.budget(request.processes), rates, sizes, room)
+    except PlacementError as error:
+        if not asked:
+            raise
+        raise PlacementError(
+            f"{error}. checkpoint.staging_gib = {recipe.checkpoint.staging_gib} is taken off host memory; lower it"
+        ) from error
+    return with_checkpoint_staging(placement, asked)
+
+
+def staging_of(recipe: Recipe) -> int | None:
+    """Bytes for copies of what a checkpoint has not written yet; None where the recipe leaves them open.
+
+    The last checkpoint of a run has no step after it.
+    """
+    checkpoint = recipe.checkpoint
+    if not checkpoint.every_steps:
+        return 0
+    return None if checkpoint.staging_gib is None else int(checkpoint.staging_gib * GIB)
 
 
 def room_of(recipe: Recipe, machine: MachineMemory) -> Room:
@@ -229,6 +250,7 @@ def room_of(recipe: Recipe, machine: MachineMemory) -> Room:
         gpu_limit=_bytes(memory.gpu_gib),
         nvme_limit=_bytes(memory.nvme_gib),
         cuda=machine.cuda,
+        reserved_bytes=total(staging_terms(staging_of(recipe) or 0)),
     )
 
 

@@ -98,6 +98,7 @@ def prepare(recipe: Recipe) -> Preparation:
             limit_bytes=None if memory.ram_gib is None else int(memory.ram_gib * GIB),
             nvme_dir=memory.nvme_dir,
             compression=Compression(recipe.checkpoint.compression),
+            staging_bytes=placement.staging_bytes,
         ),
     )
 

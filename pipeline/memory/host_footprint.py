@@ -71,6 +71,16 @@ def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]
     return tuple(terms)
 
 
+def staging_terms(num_bytes: int) -> tuple[Term, ...]:
+    """Account of the copies that a checkpoint may hold while training goes on."""
+    held = num_bytes + num_bytes // 512
+    return (_ram(CHECKPOINT_STAGING, held, "copies of what is not written when it is updated"),) if num_bytes else ()
+
+
+CHECKPOINT_STAGING = "checkpoint staging"
+"""Term of what is held only while a checkpoint is written."""
+
+
 def stand_in_terms(device: Iterable[Term]) -> tuple[Term, ...]:
     """Account of what a GPU would hold where the CPU stands in for it: the same bytes, of host memory."""
     return (_ram(STAND_IN, total(device), "what a GPU would hold, for the CPU stands in for it"),)

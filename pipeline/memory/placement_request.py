@@ -73,6 +73,8 @@ class Placement:
     """With the micro-batch that was chosen."""
     mlp_chunk_tokens: int = 0
     """Tokens that pass a recomputed layer's feed-forward network at a time; 0 for a whole micro-batch."""
+    staging_bytes: int = 0
+    """The most host memory that a checkpoint holds copies in while training goes on."""
 
     @property
     def arena_bytes(self) -> int:

@@ -271,6 +271,10 @@ class CheckpointSection(Section):
     """Those of steps that are multiples of this stay for ever; 0: none."""
     compression: Literal["none", "zstd"] = "none"
     """Default none: at disk speed zstd costs more time than it saves; it is for archives."""
+    staging_gib: Annotated[float, Ge(0)] | None = None
+    """Most host memory, GiB, for copies of what is not written yet when the next step updates it; with 0 that update
+    waits. Default: what the model leaves of `memory.ram_gib`, at most half of the state in RAM: the drive then has two
+    steps for a checkpoint that holds up none."""
 
 
 class EvalSection(Section):

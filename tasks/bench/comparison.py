@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.memory.device_footprint import NOT_IN_TORCH_PEAK
 from pipeline.memory.footprint import Place, total
-from pipeline.memory.host_footprint import NOT_IN_HELD_BYTES, RUNNING_BEFORE_ALLOCATION
+from pipeline.memory.host_footprint import CHECKPOINT_STAGING, NOT_IN_HELD_BYTES, RUNNING_BEFORE_ALLOCATION
 from pipeline.placement import Placement
 from pipeline.prediction.costs import CostModel
 from pipeline.prediction.hardware import Hardware
@@ -61,8 +61,8 @@ class Figure:
 def compare(preparation: Preparation, report: StepReport, hardware: Hardware | None) -> tuple[Figure, ...]:
     """Predict what was measured; times only with a description of the machine."""
     placement = preparation.placement
-    held_bytes = _host(placement, NOT_IN_HELD_BYTES)
-    taken_bytes = _host(placement, RUNNING_BEFORE_ALLOCATION)
+    held_bytes = _host(placement, (*NOT_IN_HELD_BYTES, CHECKPOINT_STAGING))
+    taken_bytes = _host(placement, (*RUNNING_BEFORE_ALLOCATION, CHECKPOINT_STAGING))
     figures = [
         Figure(HOST_HELD, "bytes", held_bytes, report.host_bytes),
         Figure(HOST_TAKEN, "bytes", taken_bytes, report.host_taken_bytes),
