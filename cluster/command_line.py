@@ -6,6 +6,7 @@ A refusal is one message on standard error, `NAME: refused: WHAT IS WRONG`, with
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import sys
 from collections.abc import Callable
@@ -50,13 +51,39 @@ class CommandParser(argparse.ArgumentParser):
 
     def refuse(self, why: object) -> int:
         """Say that nothing was done, and return the exit status."""
-        print(f"{self._name}: refused: {why}", file=sys.stderr, flush=True)
+        print(f"{self._name}: refused: {in_words(why)}", file=sys.stderr, flush=True)
         return REFUSED
 
     def fail(self, why: object) -> int:
         """Say that what was begun did not end well, and return the exit status."""
-        print(f"{self._name}: failed: {why}", file=sys.stderr, flush=True)
+        print(f"{self._name}: failed: {in_words(why)}", file=sys.stderr, flush=True)
         return FAILED
+
+
+def in_words(why: object) -> str:
+    """A refusal by the operating system with the path, what it said and what to do; anything else as it says itself."""
+    if not isinstance(why, OSError) or why.errno is None or isinstance(why, ConnectionError):
+        return str(why)
+    where = why.filename if why.filename is not None else "a file, or where this command's output goes"
+    name = errno.errorcode.get(why.errno, str(why.errno))
+    advice = _ADVICE.get(why.errno, "look at the disk, or name another place")
+    return f"cannot read or write {where}: {why.strerror} ({name}); {advice}"
+
+
+_ADVICE = {
+    errno.ENOSPC: "free space there, or name a place on another disk",
+    errno.EDQUOT: "raise the disk quota, or name a place on another disk",
+    errno.EROFS: "name a place that is not mounted read-only",
+    errno.EACCES: "change its owner or mode, or name another place",
+    errno.EPERM: "change its owner or mode, or name another place",
+    errno.ENOENT: "make it, or name another place",
+    errno.ENOTDIR: "a part of the path is no directory; name another place",
+    errno.EISDIR: "it is a directory; name a file",
+    errno.ENAMETOOLONG: "give it a shorter name",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or name a place on another disk",
+    errno.EIO: "the drive may be failing: see `dmesg`, and name a place on another disk",
+}
 
 
 def positive(text: str) -> float:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"no head is up ({directory.path}); start one with `python -m cluster.head up`", file=sys.stderr)
             return 3
         return _env(state) if options.command == "env" else _status(state, as_json=options.json)
-    except ClusterRefusedError as error:
+    except (ClusterRefusedError, OSError) as error:
         return parser.refuse(error)
     except ClusterError as error:
         return parser.fail(error)

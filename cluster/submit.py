@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = submit(state, options.command, options.working_dir)
         print(f"job {job.submission_id} on {state.dashboard_url}", file=sys.stderr, flush=True)
         return 0 if options.no_wait else follow(job)
-    except ClusterRefusedError as error:
+    except (ClusterRefusedError, OSError) as error:
         return parser.refuse(error)
     except ClusterError as error:
         return parser.fail(error)

@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, 2 for a refusal, 1 for a failure."""
+    """Run the command; returns 0, 2 for a refusal, also by the disk, 1 for a failure: nothing of OUT is left then."""
     parser = CommandParser("tasks.export_hf", __doc__)
     parser.add_argument("source", type=Path, help="a run directory, whose newest checkpoint is taken, or a checkpoint")
     parser.add_argument("out", type=Path, help="the directory to make")
@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model = StoredModel.open(options.source)
         written = export(model, options.out, settings)
-    except (ExportError, CheckpointError, RecipeError) as error:
+    except (ExportError, CheckpointError, RecipeError, OSError) as error:
         return parser.refuse(error)
-    except (TierError, OSError) as error:
+    except TierError as error:
         return parser.fail(error)
     print(f"exported step {model.manifest.facts.step} of {model.directory} to {written.directory}")
     print(f"tokenizer: {written.tokenizer}")

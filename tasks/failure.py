@@ -7,6 +7,7 @@ import re
 
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
+from cluster.command_line import in_words
 from pipeline.call_states import at, lost
 from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
@@ -23,11 +24,15 @@ def explain(error: BaseException) -> str:
     if isinstance(error, RayTaskError):
         cause = error.cause
         known = isinstance(cause, TierError | PipelineError | ValueError | OSError)
-        return f"{error.function_name}: {cause}" if known else f"{error.function_name}:\n{error.traceback_str}"
+        return (
+            f"{error.function_name}: {in_words(cause)}" if known else f"{error.function_name}:\n{error.traceback_str}"
+        )
     if isinstance(error, ActorLostError | RayLostError):
         return f"{error}\nThe same command goes on from the newest checkpoint."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error}. Free space there; the same command then goes on from the newest checkpoint, which is whole."
+        return f"{in_words(error)}; the same command then goes on from the newest checkpoint, which is whole"
+    if isinstance(error, OSError):
+        return in_words(error)
     return str(error) or type(error).__name__
 
 

@@ -23,9 +23,9 @@ from cluster.command_line import CommandParser, count, not_negative
 from pipeline.errors import PipelineError
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
 from pipeline.prediction.costs import CostModel
-from pipeline.prediction.hardware import Hardware, HardwareError, find_hardware, load_hardware
+from pipeline.prediction.hardware import Hardware, find_hardware, load_hardware
 from pipeline.prediction.simulate import simulate
-from pipeline.recipe import Recipe, RecipeError, load_recipe
+from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe_placement import MachineMemory, notes_of, place_recipe, planned_only, request_of, shape_of
 from tasks.checkpoint_room import RunDisk, checkpoint_figures
 from tasks.data.settings import DataError
@@ -34,6 +34,7 @@ from tasks.plan_advice import advice
 from tasks.plan_report import Plan, TimeFigures
 from tasks.plan_tables import tables
 from tasks.preparation import data_settings, optimizer_shape
+from tiers.errors import TierError
 
 UNLIMITED = MemoryBudget(ram_bytes=2**60, gpu_bytes=2**60)
 
@@ -46,14 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = load_recipe(options.recipe, options.overrides)
         hardware = None if options.hardware is None else load_hardware(find_hardware(options.hardware))
         plan = make_plan(recipe, hardware, options.price_per_hour, options.token_budget)
-    except (RecipeError, HardwareError, PipelineError) as error:
+    except (ValueError, PipelineError, TierError, OSError) as error:
         return parser.refuse(error)
     try:
         print(json.dumps(plan.as_json(), indent=2) if options.json else tables(plan), flush=True)
     except BrokenPipeError:
         # Who reads it has seen enough (`| head`). What is left in the buffer must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
+    except OSError as error:
+        _write_no_more()
+        return parser.refuse(error)
     return 0 if plan.fits else 1
+
+
+def _write_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_plan(

@@ -21,6 +21,7 @@ from cluster.command_line import CommandParser, positive
 from pipeline.prediction.hardware import GIB, Hardware, Host, hardware_toml
 from tasks.probe_device import busy_device, measure_device, measure_link
 from tasks.probe_host import copy_gbps, measure_nvme, update_gparams_per_s
+from tiers.durable_files import replace_file
 from tiers.errors import ShardError
 from tiers.host_memory import host_headroom
 from tiers.quantities import shown_bytes
@@ -38,16 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return parser.refuse(f"--out {out}: the directory {out.parent} does not exist")
     if out is not None and out.is_dir():
         return parser.refuse(f"--out {out} is a directory; name a file")
+    # Before the minute that it takes to measure.
+    if out is not None and not os.access(out.parent, os.W_OK | os.X_OK):
+        return parser.refuse(f"--out {out}: the directory {out.parent} is not writable; name another one")
     try:
         hardware = probe(options.nvme_dir, options.seconds)
+        text = hardware_toml(hardware)
+        if out is None:
+            print(text, end="", flush=True)
+        else:
+            replace_file(out, text.encode())
+            print(f"wrote {out}", file=sys.stderr)
     except ShardError as error:
         return parser.refuse(f"--nvme-dir: {error}")
-    text = hardware_toml(hardware)
-    if out is None:
-        print(text, end="")
-    else:
-        out.write_text(text, encoding="utf-8")
-        print(f"wrote {out}", file=sys.stderr)
+    except OSError as error:
+        return parser.refuse(error)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -13,6 +14,8 @@ from tasks.memory_account import FILE_NAME, MemoryAccount
 from tiers.durable_files import FILE_MODE, make_directory, replace_file, sync_directory
 
 LOCK_NAME = "run.lock"
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunDirectoryError(ValueError):
@@ -34,12 +37,13 @@ class RunDirectory:
         Raises:
             RunDirectoryError: It is no directory, not writable, or another run is at work in it.
         """
-        missing = tuple(parent for parent in (self._path, *self._path.parents) if not parent.exists())
         try:
+            self._created = tuple(parent for parent in (self._path, *self._path.parents) if not parent.exists())
             make_directory(self._path)
-            self._created = missing
             self._lock = os.open(self._path / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         except BlockingIOError:
             holder = os.pread(self._lock or 0, 32, 0).decode(errors="replace").strip()
             self._release()
@@ -47,10 +51,12 @@ class RunDirectory:
                 f"run.dir = {self._path} is in use by the run of process {holder}; end it, or give another run.dir"
             ) from None
         except OSError as error:
+            self._remove_created()
             self._release()
-            raise RunDirectoryError(f"run.dir = {self._path} cannot be used: {error.strerror}; give another") from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+            advice = "free space there, or give another" if error.errno in _FULL else "give another"
+            raise RunDirectoryError(
+                f"run.dir = {self._path} cannot be used: {error.strerror} ({error.filename or LOCK_NAME}); {advice}"
+            ) from error
         return self
 
     def keep(self, recipe_toml: str, account: MemoryAccount) -> None:
@@ -65,13 +71,17 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._remove_created()
+        self._release()
+
+    def _remove_created(self) -> None:
         if self._created:
             shutil.rmtree(self._path, ignore_errors=True)
             # Another run may have begun in a parent meanwhile: only empty ones go.
             with contextlib.suppress(OSError):
                 for parent in self._created[1:]:
-                    parent.rmdir()
-        self._release()
+                    with contextlib.suppress(FileNotFoundError):
+                        parent.rmdir()
 
     def _release(self) -> None:
         # The lock file stays: removing it would let two runs lock different files of the same name.

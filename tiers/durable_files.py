@@ -20,10 +20,21 @@ def make_directory(path: Path) -> None:
         path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError that comes of a descriptor the path of its file: the system does not know it any more."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a new or replaced file of mode 0600 and fsync it. Not atomic: for files that a manifest will vouch for."""
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-    with os.fdopen(descriptor, "wb") as file:
+    with naming(path), os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -51,7 +62,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", suffix=".partial", dir=path.parent))
     try:
-        yield partial
+        with naming(path):
+            yield partial
         sync_directory(partial)
         partial.rename(path)
         for changed in (path.parent, *(made.parent for made in missing)):
@@ -70,6 +82,7 @@ def sync_file(path: Path) -> None:
     """Fsync an existing file or directory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

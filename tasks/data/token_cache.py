@@ -12,6 +12,7 @@ It is written beside its place and renamed when complete, so a directory of that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from pipeline.messages import IGNORED
 from tasks.data.rows import Int64Array, TokenBlock
 from tasks.data.settings import DataError
-from tiers.durable_files import FILE_MODE, make_directory, sync_directory, write_file
+from tiers.durable_files import FILE_MODE, make_directory, naming, sync_directory, write_file
 
 FORMAT_VERSION = 2
 """2: the header has a checksum of the labels, and tells bytes from other tokens."""
@@ -152,7 +153,9 @@ class CacheWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for stream in (self._tokens, self._labels, self._documents):
-            stream.close()
+            # A full disk refuses what is still in the buffer, and with it nothing is lost: it was not published.
+            with contextlib.suppress(OSError):
+                stream.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, block: TokenBlock) -> None:
@@ -160,7 +163,12 @@ class CacheWriter:
 
         Raises:
             DataError: an id does not fit the element type.
+            OSError: The disk refuses, naming the cache.
         """
+        with naming(self._directory):
+            self._add(block)
+
+    def _add(self, block: TokenBlock) -> None:
         if len(block.ids):
             self._max_id = max(self._max_id, int(block.ids.max()))
         if self._max_id > np.iinfo(self._dtype).max or (len(block.ids) and block.ids.min() < 0):
@@ -223,7 +231,11 @@ class CacheWriter:
         rows_without_labels: int,
         dropped: tuple[tuple[str, int], ...],
     ) -> None:
-        """Make the cache appear at its place, whole and durable."""
+        """Make the cache appear at its place, whole and durable.
+
+        Raises:
+            OSError: The disk refuses, naming the cache.
+        """
         header = CacheHeader(
             format_version=FORMAT_VERSION,
             dtype=self._dtype.str,
@@ -239,9 +251,10 @@ class CacheWriter:
             rows_without_labels=rows_without_labels,
             dropped=dropped,
         )
-        for stream in (self._tokens, self._labels, self._documents):
-            stream.flush()
-            os.fsync(stream.fileno())
+        with naming(self._directory):
+            for stream in (self._tokens, self._labels, self._documents):
+                stream.flush()
+                os.fsync(stream.fileno())
         write_file(self._partial / "header.json", json.dumps(asdict(header), indent=1).encode())
         # What stands there is of an older format or damaged: `open_cache` has refused it.
         shutil.rmtree(self._directory, ignore_errors=True)
