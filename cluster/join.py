@@ -20,8 +20,10 @@ from pathlib import Path
 
 import ray
 
-from cluster.environment import OBJECT_STORE_BYTES, SESSION_FOLDER, settings
+from cluster import processes
+from cluster.environment import HEAD_MARKER, OBJECT_STORE_BYTES, SESSION_FOLDER, settings
 from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.load import machine_load
 from cluster.preflight import require_short
 from cluster.state import write_private
 
@@ -31,6 +33,10 @@ _POLL_S = 0.2
 _REMOVE_S = 5.0
 _KNOCK_S = 5.0
 _PREFIX = "mt-"
+_END_GRACE_S = 1.0
+"""For daemons of a start that failed: they hold nothing yet, and some do not end before they are up."""
+_START_S = 30
+"""Ray's own patience with its raylet, which no setting changes (2.60)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ def embedded(
     """Run a Ray of this process's own, without a dashboard, and remove all trace of it afterwards.
 
     Raises:
-        ClusterError: Ray did not start.
+        ClusterError: Ray did not start, nor when it was tried again.
         ClusterRefusedError: `temp_root` makes socket paths too long.
     """
     root = (temp_root or Path(tempfile.gettempdir())).resolve()
@@ -100,7 +106,26 @@ def embedded(
         # Ray turns authentication on by itself in `ray.init`, and says so in a warning that asks for nothing.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         with _variables(settings(token_path)):
+            _start(temp_dir, num_cpus, num_gpus)
             try:
+                yield Connection(_gcs_address(), embedded=True, dashboard_url=None)
+            finally:
+                ray.shutdown()
+    finally:
+        _remove(temp_dir)
+
+
+def _start(temp_dir: Path, num_cpus: int | None, num_gpus: int | None) -> None:
+    """Start an embedded Ray; once more where it does not come up in time, as on a machine that is busy.
+
+    Raises:
+        ClusterError: Nor did it then.
+    """
+    for last in (False, True):
+        # What a start that failed leaves running is told by it: Ray forgets its handles.
+        marker = secrets.token_hex(8)
+        try:
+            with _variables({HEAD_MARKER: marker}):
                 ray.init(
                     address="local",
                     num_cpus=num_cpus,
@@ -110,14 +135,18 @@ def embedded(
                     logging_level=logging.WARNING,
                     _temp_dir=str(temp_dir / SESSION_FOLDER),
                 )
-            except Exception as error:
-                raise ClusterError(f"an embedded Ray did not start in {temp_dir}: {error}") from error
-            try:
-                yield Connection(_gcs_address(), embedded=True, dashboard_url=None)
-            finally:
-                ray.shutdown()
-    finally:
-        _remove(temp_dir)
+            return
+        except Exception as error:
+            ray.shutdown()
+            processes.end(marker, (), grace_s=_END_GRACE_S)
+            if last:
+                why = str(error).rstrip(".")
+                raise ClusterError(
+                    f"an embedded Ray did not start in {temp_dir}, nor when it was tried again: {why}. The machine has "
+                    f"{machine_load()}, and Ray gives its daemons {_START_S} s to come up: let other work end, or give "
+                    "this more cores, and run the same command again"
+                ) from error
+            logger.warning("Ray did not start (%s); the machine has %s; trying once more", error, machine_load())
 
 
 def require_resources(needed: Mapping[str, float], timeout_s: float) -> None:

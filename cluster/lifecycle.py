@@ -21,6 +21,7 @@ from cluster import preflight, processes
 from cluster.dashboard import Dashboard
 from cluster.environment import JOB_STOP_WAIT_S, OBJECT_STORE_BYTES, SESSION_FOLDER, head_environment
 from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.load import machine_load
 from cluster.state import HeadState, StateDirectory
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ def live_head(directory: StateDirectory) -> HeadState | None:
 
 
 def start(directory: StateDirectory, settings: HeadSettings, say: Callable[[str], None] = logger.info) -> HeadState:
-    """Start a head and return once it takes jobs.
+    """Start a head and return once it takes jobs; once more on other ports where it does not come up.
+
+    Another process may have taken a port since it was found free, and a busy machine may keep Ray's daemons waiting.
 
     Args:
         directory: Where its state is kept; at most one head lives in one.
@@ -63,7 +66,7 @@ def start(directory: StateDirectory, settings: HeadSettings, say: Callable[[str]
 
     Raises:
         ClusterRefusedError: A head is up, a port is taken, or the machine lacks something.
-        ClusterError: Ray did not start; nothing of it is left then.
+        ClusterError: Ray did not start, nor when it was tried again; nothing of it is left then.
     """
     with directory.locked():
         previous = directory.load()
@@ -79,31 +82,23 @@ def start(directory: StateDirectory, settings: HeadSettings, say: Callable[[str]
         preflight.require(temp_root)
         for warning in preflight.warnings_of(temp_root, settings.object_store_bytes, os.environ):
             say(f"warning: {warning}")
-        ports = preflight.choose_ports(settings.port, settings.dashboard_port)
-        temp_dir = Path(tempfile.mkdtemp(prefix="mt-head-", dir=temp_root))
-        state = HeadState(
-            marker=secrets.token_hex(8),
-            address="",
-            dashboard_url=f"http://{_HOST}:{ports.dashboard}",
-            temp_dir=temp_dir,
-            token_path=directory.token_path,
-        )
-        # Recorded before anything runs: whatever happens now, the next `up` or `down` finds what to end and remove.
-        directory.save(state)
-        try:
-            preflight.require_short(temp_dir / SESSION_FOLDER)
-            directory.write_token()
-            _run_ray_start(state, settings, ports)
-            state = replace(
-                state, address=f"{_HOST}:{ports.gcs}", processes=tuple(processes.processes_of(state.marker))
-            )
-            directory.save(state)
-            Dashboard(state).wait_until_ready(_READY_S)
-        except BaseException:
-            processes.end(state.marker, state.processes, grace_s=_END_GRACE_S)
-            _clear(directory, state)
-            raise
-        return state
+        ports: preflight.Ports | None = None
+        for last in (False, True):
+            ports = preflight.choose_ports(settings.port, settings.dashboard_port, avoid=ports)
+            try:
+                return _start_once(directory, settings, ports, temp_root)
+            except ClusterRefusedError:
+                raise
+            except ClusterError as error:
+                if last:
+                    raise ClusterError(
+                        f"{error}\nThis was the second try. The machine has {machine_load()}: where that is much, let "
+                        "other work end and start the head again"
+                    ) from error
+                lines = str(error).splitlines()
+                say(f"warning: {lines[0]} {lines[-1] if len(lines) > 1 else ''}")
+                say(f"trying once more on other ports; the machine has {machine_load()}")
+        raise AssertionError
 
 
 def stop(
@@ -131,6 +126,34 @@ def stop(
             raise ClusterError(f"processes {sorted(process.pid for process in left)} outlived SIGKILL; try again later")
         _clear(directory, state)
         return True
+
+
+def _start_once(
+    directory: StateDirectory, settings: HeadSettings, ports: preflight.Ports, temp_root: Path
+) -> HeadState:
+    """Start a head on given ports; nothing of it is left where that fails."""
+    temp_dir = Path(tempfile.mkdtemp(prefix="mt-head-", dir=temp_root))
+    state = HeadState(
+        marker=secrets.token_hex(8),
+        address="",
+        dashboard_url=f"http://{_HOST}:{ports.dashboard}",
+        temp_dir=temp_dir,
+        token_path=directory.token_path,
+    )
+    # Recorded before anything runs: whatever happens now, the next `up` or `down` finds what to end and remove.
+    directory.save(state)
+    try:
+        preflight.require_short(temp_dir / SESSION_FOLDER)
+        directory.write_token()
+        _run_ray_start(state, settings, ports)
+        state = replace(state, address=f"{_HOST}:{ports.gcs}", processes=tuple(processes.processes_of(state.marker)))
+        directory.save(state)
+        Dashboard(state).wait_until_ready(_READY_S)
+    except BaseException:
+        processes.end(state.marker, state.processes, grace_s=_END_GRACE_S)
+        _clear(directory, state)
+        raise
+    return state
 
 
 def _run_ray_start(state: HeadState, settings: HeadSettings, ports: preflight.Ports) -> None:

@@ -11,7 +11,7 @@ import random
 import shutil
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from cluster.errors import ClusterRefusedError
@@ -108,13 +108,18 @@ def require_short(temp_dir: Path) -> None:
         )
 
 
-def choose_ports(port: int | None, dashboard_port: int | None) -> Ports:
+def choose_ports(port: int | None, dashboard_port: int | None, avoid: Ports | None = None) -> Ports:
     """Find free ports: those asked for, else Ray's usual ones where free, else others.
+
+    Args:
+        port: Asked for, or None.
+        dashboard_port: Likewise.
+        avoid: With which a head did not start: only what was asked for is taken from them again.
 
     Raises:
         ClusterRefusedError: A port that was asked for is taken.
     """
-    taken: set[int] = set()
+    taken = set() if avoid is None else set(astuple(avoid)) - {port, dashboard_port}
     return Ports(
         gcs=_choose("--port", port, 6379, taken),
         dashboard=_choose("--dashboard-port", dashboard_port, 8265, taken),

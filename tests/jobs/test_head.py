@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster import preflight
+from cluster.lifecycle import HeadSettings, start, stop
 from cluster.processes import end, processes_of
 from cluster.state import HeadState, StateDirectory
 
@@ -158,3 +161,28 @@ def test_what_a_killed_head_left_is_cleared_by_the_next_up(tmp_path: Path) -> No
         assert not dead.temp_dir.exists() and machine.head().marker != dead.marker
     finally:
         machine.run("cluster.head", "down")
+
+
+def test_a_port_taken_between_choice_and_use_is_another_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[preflight.Ports] = []
+    choose = preflight.choose_ports
+    with socket.socket() as other:
+
+        def choose_and_lose(*asked: int | None, avoid: preflight.Ports | None = None) -> preflight.Ports:
+            chosen.append(choose(*asked, avoid=avoid))
+            if len(chosen) == 1:
+                other.bind(("127.0.0.1", chosen[0].dashboard))
+                other.listen()
+            return chosen[-1]
+
+        monkeypatch.setattr(preflight, "choose_ports", choose_and_lose)
+        directory, said = StateDirectory(tmp_path / "state"), list[str]()
+        try:
+            head = start(directory, HeadSettings(num_cpus=1), said.append)
+            assert head.dashboard_url.endswith(f":{chosen[1].dashboard}") and len(chosen) == 2
+        finally:
+            stop(directory, say=said.append)
+    assert any("already occupied" in line for line in said)
+    assert any("a load of " in line for line in said)

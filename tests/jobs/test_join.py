@@ -40,6 +40,36 @@ print("both ran")
 """
 
 
+NOT_AT_ONCE = """
+import ray
+from pathlib import Path
+from cluster.errors import ClusterError
+from cluster.join import connect
+
+def daemons():
+    lines = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.name != "self")
+    return sum(b"gcs_server" in line and os.environ["TMPDIR"].encode() in line for line in lines)
+
+import os
+services, answers = ray._private.services, []
+get_node = services.get_node
+
+def late(*arguments, **named):
+    answers.append(daemons())
+    if len(answers) <= LATE:
+        raise Exception("The current node timed out during startup.")
+    return get_node(*arguments, **named)
+
+services.get_node = late
+try:
+    with connect(num_cpus=1):
+        print("started", daemons(), "after", len(answers) > 1)
+except ClusterError as error:
+    print("failed:", error)
+print("left", daemons())
+"""
+
+
 @pytest.fixture
 def temp() -> Iterator[Path]:
     """A temporary directory with a short name, for Ray's sockets lie below it."""
@@ -59,6 +89,25 @@ def test_embedded_rays_one_after_another_leave_no_file(temp: Path, tmp_path: Pat
     assert "both ran" in ran.stdout, ran.stderr
     assert list(temp.iterdir()) == []
     assert not (home / ".ray" / "auth_token").exists()
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_ray_that_does_not_come_up_in_time_is_tried_once_more_and_then_the_load_is_named(
+    late: int, temp: Path, tmp_path: Path
+) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environ |= {"TMPDIR": str(temp), "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    program = NOT_AT_ONCE.replace("LATE", str(late))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert "trying once more" in ran.stderr and " cores" in ran.stderr
+    if late == 1:
+        assert "started 1 after True" in ran.stdout, ran.stderr
+    else:
+        assert "failed: " in ran.stdout and "timed out during startup. The machine has a load of " in ran.stdout
+    assert "left 0" in ran.stdout, "nothing of a start that failed goes on running"
+    assert list(temp.iterdir()) == []
 
 
 def test_more_than_the_cluster_has_is_refused_at_once_with_both_amounts(ray_local: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import sys
 from collections import namedtuple
@@ -72,3 +73,10 @@ def test_a_temporary_directory_too_long_for_sockets_is_refused(tmp_path: Path) -
     preflight.require_short(Path("/tmp/mt-head-abcdefgh"))
     with pytest.raises(ClusterRefusedError, match="Linux allows 107"):
         preflight.require_short(tmp_path / ("x" * 60))
+
+
+def test_a_second_try_takes_none_of_the_ports_of_the_first_but_those_asked_for(taken: int) -> None:
+    first = preflight.choose_ports(None, None)
+    second = preflight.choose_ports(None, None, avoid=first)
+    assert not {*dataclasses.astuple(first)} & {*dataclasses.astuple(second)}
+    assert preflight.choose_ports(None, first.dashboard, avoid=first).dashboard == first.dashboard
