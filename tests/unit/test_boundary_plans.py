@@ -93,7 +93,7 @@ def test_the_ram_there_is_decides_how_inputs_that_the_device_has_no_room_for_are
     """Spilling takes 6 GiB and no time, the sums of waves 2.1 GiB and hardly any, thinning none and an eighth."""
     wanted = request()
     ram_bytes = place(wanted, ROOMY).arena_bytes + int(spare_gib * GIB)
-    assert way(chosen(wanted, replace(short_of(wanted, 12), ram_bytes=ram_bytes))) == wanted_way
+    assert way(chosen(wanted, replace(short_of(wanted, 11), ram_bytes=ram_bytes))) == wanted_way
 
 
 def test_the_log_says_how_boundaries_are_held() -> None:
