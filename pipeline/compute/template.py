@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeline.compute.layer_halves import chunks_of, keep_attention, keep_feed_forward
 from pipeline.compute.recompute import leave_out
@@ -41,8 +42,8 @@ class KeptGraph:
     """What a forward keeps for a backward without recompute. The layer must lie in the same slot again by then."""
 
     layer_input: Tensor
-    layer_output: Tensor
-    """With the autograd graph behind it."""
+    output_edge: GradientEdge
+    """Where the gradient of the layer's output enters the graph, which does not hold the output itself."""
     stand_ins: tuple[tuple[int, Tensor, Tensor], ...]
     """Of linear layers whose weight gradient comes as two factors: place of the weight, and what gets the factors."""
 
@@ -153,22 +154,22 @@ class LayerTemplate:
         """
         halves = self._halves_for(x_BSH)
         if halves is None:
-            return self.backward_kept(self._graph(self._recomputed, x_BSH, context), grad_y_BSH, accumulators)
-        graph = self._graph(halves.attention_graph, x_BSH, context)
-        m_TH, grad_y_TH = (tensor.detach().reshape(-1, x_BSH.shape[-1]) for tensor in (graph.layer_output, grad_y_BSH))
+            _, graph = self._graph(self._recomputed, x_BSH, context)
+            return self.backward_kept(graph, grad_y_BSH, accumulators)
+        m_BSH, graph = self._graph(halves.attention_graph, x_BSH, context)
+        m_TH, grad_y_TH = (tensor.reshape(-1, x_BSH.shape[-1]) for tensor in (m_BSH, grad_y_BSH))
         grad_m_TH = torch.empty_like(m_TH)
         for chunk in chunks_of(len(m_TH), self._mlp_chunk_tokens):
             # Weight gradients of the chunks meet in the fp32 sums, as those of micro-batches do.
             grad_m_TH[chunk] = self.backward_kept(
                 self._feed_forward_graph(halves.feed_forward_graph, m_TH[chunk]), grad_y_TH[chunk], accumulators
             )
-        return self.backward_kept(graph, grad_m_TH.view_as(graph.layer_output), accumulators)
+        return self.backward_kept(graph, grad_m_TH.view_as(m_BSH), accumulators)
 
     def forward_kept(self, x_BSH: Tensor, context: AttentionContext) -> tuple[Tensor, KeptGraph]:
         """Run the layer that lies in the slot; return its output without a graph, and the graph."""
         with torch._functorch.config.patch(activation_memory_budget=KEPT_SHARE):
-            graph = self._graph(self._kept, x_BSH, context)
-        return graph.layer_output.detach(), graph
+            return self._graph(self._kept, x_BSH, context)
 
     def backward_kept(self, graph: KeptGraph, grad_y_BSH: Tensor, accumulators: Sequence[Tensor]) -> Tensor:
         """Go back through a graph, which is used up by it; otherwise as `backward`."""
@@ -176,7 +177,7 @@ class LayerTemplate:
         others = [place for place in range(len(self._parameters)) if place not in factored]
         inputs = [graph.layer_input, *(self._parameters[place] for place in others)]
         inputs += [stand_in for _, *pair in graph.stand_ins for stand_in in pair]
-        grad_x_BSH, *grads = torch.autograd.grad(graph.layer_output, inputs, grad_y_BSH, allow_unused=True)
+        grad_x_BSH, *grads = torch.autograd.grad(graph.output_edge, inputs, grad_y_BSH, allow_unused=True)
         for place, grad in zip(others, grads, strict=False):
             if grad is not None:
                 accumulators[place].add_(grad)
@@ -186,17 +187,19 @@ class LayerTemplate:
         assert grad_x_BSH is not None
         return grad_x_BSH
 
-    def _graph(self, variant: _Variant, x_BSH: Tensor, context: AttentionContext) -> KeptGraph:
+    def _graph(self, variant: _Variant, x_BSH: Tensor, context: AttentionContext) -> tuple[Tensor, KeptGraph]:
         stand_ins = _stand_ins(variant, *x_BSH.shape[:2])
         with torch.enable_grad():
             x_BSH = x_BSH.detach().requires_grad_()
-            return KeptGraph(x_BSH, self._run(self._family, variant.module, x_BSH, context), stand_ins)
+            y_BSH = self._run(self._family, variant.module, x_BSH, context)
+        return y_BSH.detach(), KeptGraph(x_BSH, get_gradient_edge(y_BSH), stand_ins)
 
     def _feed_forward_graph(self, variant: _Variant, m_CH: Tensor) -> KeptGraph:
         stand_ins = _stand_ins(variant, 1, len(m_CH))
         with torch.enable_grad():
             m_CH = m_CH.detach().requires_grad_()
-            return KeptGraph(m_CH, self._run_feed_forward(self._family, variant.module, m_CH), stand_ins)
+            y_CH = self._run_feed_forward(self._family, variant.module, m_CH)
+        return KeptGraph(m_CH, get_gradient_edge(y_CH), stand_ins)
 
     def _halves_for(self, x_BSH: Tensor) -> _Halves | None:
         """The halves, where the tokens are more than one chunk."""
