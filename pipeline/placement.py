@@ -64,21 +64,24 @@ def summary(placement: Placement) -> str:
     homes, schedule = placement.tier.homes, placement.schedule
     updated = schedule.device_updates
     held = sum(home.gradient_on_device for layer, home in enumerate(homes) if layer not in updated)
+    sequences = placement.step.micro_batch
+    which = "{} kept, the others recomputed" if schedule.groups.recomputed else "all {} kept"
     counts = {
-        "state of {} layers on NVMe": sum(home.state_slot is not None for home in homes),
-        "weights of {} layers on NVMe": sum(home.weight_slot is not None for home in homes),
-        "gradients of {} layers held on the device": held,
-        "{} layers updated on the device": len(updated),
-        "activations of {} layers kept, the others recomputed": schedule.kept_layers,
-        "{} sequences at a time": placement.step.micro_batch,
-        "feed-forward networks in chunks of {:,} tokens": placement.mlp_chunk_tokens,
+        "state of {} on NVMe": sum(home.state_slot is not None for home in homes),
+        "weights of {} on NVMe": sum(home.weight_slot is not None for home in homes),
+        "gradients of {} held on the device": held,
+        "{} updated on the device": len(updated),
+        f"activations of {which}": schedule.kept_layers,
     }
+    passing = [f"{sequences} sequence{'' if sequences == 1 else 's'} at a time"]
+    if placement.mlp_chunk_tokens:
+        passing.append(f"feed-forward networks in chunks of {placement.mlp_chunk_tokens:,} tokens")
     used = ", ".join(
         f"{TIER_NAMES[where]} {shown_bytes(placement.used(where))}" for where in Place if placement.used(where)
     )
-    chosen = [text.format(count) for text, count in counts.items() if count]
+    chosen = [text.format(f"{count} layer{'' if count == 1 else 's'}") for text, count in counts.items() if count]
     boundaries = [] if placement.holds_every_input else [f"boundary activations: {boundaries_in_words(placement)}"]
-    return "; ".join([used, *chosen, *boundaries])
+    return "; ".join([used, *chosen, *passing, *boundaries])
 
 
 def boundaries_in_words(placement: Placement) -> str:

@@ -12,7 +12,7 @@ from pipeline.prediction.placement_choice import choose
 from pipeline.prediction.simulate import Prediction, simulate
 
 WORTHWHILE = 1.1
-"""Tokens a second, as a multiple of the plan's, from which a change is told: a prediction is off by a few percent."""
+"""Tokens a second, as a multiple of the plan's, from which a change is told: each changes what a run learns."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 from pipeline.compute.settings import ComputeSettings
 from pipeline.errors import PipelineError
 from pipeline.memory.host_footprint import COMPILER_WORKERS
-
-GIB = 2**30
+from tiers.quantities import shown_bytes
 
 
 def open_device(settings: ComputeSettings) -> torch.device:
@@ -64,9 +63,9 @@ def register_host_memory(address: int, num_bytes: int) -> None:
     status = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
     if status:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.2f} GiB"
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else shown_bytes(soft)
         raise PipelineError(
-            f"cannot register {num_bytes / GIB:.2f} GiB of the arena with the GPU: CUDA error {status}; the limit of "
+            f"cannot register {shown_bytes(num_bytes)} of the arena with the GPU: CUDA error {status}; the limit of "
             f"locked memory (ulimit -l) is {limit}; raise it to {num_bytes // 1024} KiB or more, or keep fewer layers "
             "in RAM ([memory] ram_gib); under WSL2 raise `memory` in .wslconfig"
         )

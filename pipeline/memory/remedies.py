@@ -9,7 +9,7 @@ from pipeline.memory.placement_request import PlacementRequest, Shortage
 from pipeline.memory.request_changes import request_changes
 from pipeline.memory.room import UNKNOWN_BYTES, Room
 from pipeline.memory.roomier import fits, more_of_both, more_room
-from tiers.quantities import shown_bytes
+from tiers.quantities import shown_bytes, shown_count
 
 
 def refusal(request: PlacementRequest, room: Room, shortage: Shortage) -> str:
@@ -25,7 +25,7 @@ def refusal(request: PlacementRequest, room: Room, shortage: Shortage) -> str:
     available = {Place.RAM: budget.ram_bytes, Place.DEVICE: budget.gpu_bytes, Place.NVME: budget.nvme_bytes}[place]
     largest = sorted(counted, key=lambda term: -term.num_bytes)[:4]
     return (
-        f"a model of {request.model.num_parameters / 1e9:.2f} B parameters does not fit: {TIER_NAMES[place]} "
+        f"a model of {shown_count(request.model.num_parameters)} parameters does not fit: {TIER_NAMES[place]} "
         f"needs {shown_bytes(needed)}, the budget is {shown_bytes(available)}{_origin(request, room, place)} (largest: "
         + ", ".join(f"{term.name} {shown_bytes(term.num_bytes)}" for term in largest)
         + "). "

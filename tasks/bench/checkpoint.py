@@ -31,6 +31,7 @@ from tiers.checkpoint import begin
 from tiers.layout import ArenaMap
 from tiers.manifest import Facts, SavedPosition
 from tiers.preflight import nearest_existing
+from tiers.quantities import shown_bytes, shown_duration
 from tiers.store_metadata import Compression
 
 SAMPLE_S = 0.05
@@ -167,7 +168,7 @@ def _checkpoint(
     written_s = max(span.end_s for span in crew.take_spans() if span.name.startswith("snapshot["))
     seconds = written_s - stepper.ends_s[step - 1] + publish_s
     stepper.advance()
-    say(f"checkpoint of step {step}: {num_bytes / 1e9:.2f} GB in {seconds:.2f} s, until step {stepper.ended}")
+    say(f"checkpoint of step {step}: {shown_bytes(num_bytes)} in {shown_duration(seconds)}, until step {stepper.ended}")
     return _Written(step, stepper.ended, seconds, publish_s, num_bytes)
 
 

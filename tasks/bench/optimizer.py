@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +13,9 @@ import numpy as np
 
 from pipeline.messages import StepControl
 from pipeline.updates.optimizer_pool import Optimizer, OptimizerSettings
+from tasks.bench.sample import sample_layers
 from tiers.arena import Arena
-from tiers.layout import ArenaMap, Buffer, ElementType, LayerHome, LayerKind, ModelLayout, Precision, TierPlan
+from tiers.layout import ArenaMap, Buffer, ElementType, LayerHome, ModelLayout, Precision, TierPlan
 from tiers.parameter_tier import ParameterTier, TierHandle
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -69,7 +69,7 @@ def measure_optimizer(
     Raises:
         TierError: The machine has not the memory.
     """
-    plan = _plan(model, num_bytes)
+    plan = _plan(model, num_bytes, say)
     tier: Any = ParameterTier(plan)
     handle = tier.handle()
     arena, arena_map = handle.attach()
@@ -89,11 +89,9 @@ def measure_optimizer(
     return OptimizerReport(multiprocessing.cpu_count(), sum(layer.numel for layer in plan.model.layers), tuple(rates))
 
 
-def _plan(model: ModelLayout, num_bytes: int) -> TierPlan:
-    decoders = [layer for layer in model.layers if layer.kind is LayerKind.DECODER]
-    count = max(1, min(len(decoders), num_bytes // (decoders[0].numel * BYTES_PER_PARAMETER)))
-    layers = tuple(dataclasses.replace(layer, index=index) for index, layer in enumerate(decoders[:count]))
-    homes = tuple(LayerHome(gradient_slot=index) for index in range(count))
+def _plan(model: ModelLayout, num_bytes: int, say: Callable[[str], None]) -> TierPlan:
+    layers = sample_layers(model, num_bytes, BYTES_PER_PARAMETER, say)
+    homes = tuple(LayerHome(gradient_slot=index) for index in range(len(layers)))
     gradient = ElementType.FLOAT32 if model.precision is Precision.FP32 else ElementType.BFLOAT16
     return TierPlan(ModelLayout(layers, model.precision, model.tied), homes, gradient)
 

@@ -13,8 +13,7 @@ from tasks.bench.roof import RoofReport
 from tasks.bench.step import StepReport
 from tasks.bench.tier import TierReport
 from tiers.host_memory import SHMEM_HUGE_PAGES
-
-GIB = 2**30
+from tiers.quantities import shown_bytes, shown_count, shown_duration
 
 
 def show(reports: Mapping[str, object]) -> None:
@@ -23,7 +22,7 @@ def show(reports: Mapping[str, object]) -> None:
     for report in reports.values():
         match report:
             case RoofReport():
-                print(f"roof          {report.step_s:8.3f} s a step  {report.model_tflops:7.1f} model TFLOP/s")
+                print(f"roof          {shown_duration(report.step_s)}  {report.model_tflops:.1f} model TFLOP/s")
             case StepReport():
                 _step(report, roof if isinstance(roof, RoofReport) else None)
             case TierReport():
@@ -40,33 +39,35 @@ def show(reports: Mapping[str, object]) -> None:
 
 def _step(steps: StepReport, roof: RoofReport | None) -> None:
     share = f"  {steps.model_tflops / roof.model_tflops:.1%} of the roof" if roof else ""
-    print(f"step          {steps.step_s:8.3f} s a step  {steps.model_tflops:7.1f} model TFLOP/s{share}")
-    print(f"tokens        {steps.tokens:,} a step, {steps.tokens_per_s:,.0f} a second")
+    print(f"step          {shown_duration(steps.step_s)}  {steps.model_tflops:.1f} model TFLOP/s{share}")
+    print(f"tokens        {steps.tokens:,} a step, {shown_count(steps.tokens_per_s)} a second")
     print("busy          " + ", ".join(f"{lane} {share:.0%}" for lane, share in sorted(steps.lanes.items())))
-    print("stalls        " + ", ".join(f"{k} {v:.3f} s" for k, v in dataclasses.asdict(steps.stalls).items()))
+    stalls = dataclasses.asdict(steps.stalls).items()
+    print("stalls        " + ", ".join(f"{cause} {shown_duration(seconds)}" for cause, seconds in stalls))
     print(f"updates       {steps.update_gparams_per_s:.2f} Gparam/s while at work")
-    host = f"{steps.host_bytes / GIB:.1f} GiB ({steps.host_bytes / steps.parameters:.2f} bytes a parameter)"
-    print(f"memory        device peak {steps.gpu_peak_bytes / GIB:.1f} GiB, host {host}")
+    host = f"{shown_bytes(steps.host_bytes)} ({steps.host_bytes / steps.parameters:.2f} bytes a parameter)"
+    print(f"memory        device peak {shown_bytes(steps.gpu_peak_bytes)}, host {host}")
     if steps.nvme_read_bytes:
-        read, written = steps.nvme_read_bytes / 1e9, steps.nvme_write_bytes / 1e9
-        print(f"NVMe          {read:.1f} GB read, {written:.1f} GB written a step")
-    print(f"first step    {steps.first_step_s:.1f} s after the start")
+        read, written = shown_bytes(steps.nvme_read_bytes), shown_bytes(steps.nvme_write_bytes)
+        print(f"NVMe          {read} read, {written} written a step")
+    print(f"first step    {shown_duration(steps.first_step_s)} after the start")
     print(f"compiled      {steps.compiled_graphs} graphs, {steps.compiled_late} of them after the warm-up")
 
 
 def _comparison(figures: tuple[Figure, ...]) -> None:
     print(f"\n{'':34}{'plan':>12}{'measured':>12}{'plan above':>12}")
     for figure in figures:
-        scale, unit = (GIB, "GiB") if figure.unit == "bytes" else (1.0, "s")
-        predicted, measured = (f"{value / scale:.2f} {unit}" for value in (figure.predicted, figure.measured))
+        shown = shown_bytes if figure.unit == "bytes" else shown_duration
         beyond = "" if figure.violation is None else "  beyond its limits"
-        print(f"{figure.name:34}{predicted:>12}{measured:>12}{figure.excess:>+12.1%}{beyond}")
+        print(
+            f"{figure.name:34}{shown(figure.predicted):>12}{shown(figure.measured):>12}{figure.excess:>+12.1%}{beyond}"
+        )
 
 
 def _tier(report: TierReport) -> None:
     mode = "O_DIRECT" if report.o_direct else "through the page cache: this file system refuses O_DIRECT"
     print(
-        f"{report.layers} layers of {report.parameters_per_layer:,} parameters, {report.bytes_per_round / 1e9:.1f} GB "
+        f"{report.layers} layers of {report.parameters_per_layer:,} parameters, {shown_bytes(report.bytes_per_round)} "
         f"a round, median of {report.rounds}, {report.threads} threads, {mode}, arena "
         f"{'in huge pages' if report.huge_pages else f'in 4 KiB pages ({SHMEM_HUGE_PAGES} allows no others)'}"
     )
@@ -91,24 +92,26 @@ def _optimizer(report: OptimizerReport) -> None:
 
 def _checkpoint(report: CheckpointReport) -> None:
     each = ", ".join(f"{one.overhead:+.1%}" for one in report.rounds)
-    spanned = f"{report.spanned_step_s:.3f} s over the {report.spanned_steps:g} that it spans"
+    spanned = f"{shown_duration(report.spanned_step_s)} over the {report.spanned_steps:g} that it spans"
     beside = report.host_peak_bytes - report.host_bytes
     print(f"\ncheckpoint, compression {report.compression}, median of {len(report.rounds)}")
-    print(f"written       {report.num_bytes / 1e9:.2f} GB in {report.seconds:.2f} s, {report.gbps:.2f} GB/s")
-    print(f"step          {report.step_s:.3f} s without, {spanned}")
+    print(f"written       {shown_bytes(report.num_bytes)} in {shown_duration(report.seconds)}, {report.gbps:.2f} GB/s")
+    print(f"step          {shown_duration(report.step_s)} without, {spanned}")
     print(f"overhead      {report.overhead:+.1%} of these (rounds: {each})")
-    print(f"lost          {report.lost_s:.2f} s: 5 % of a run with one every {report.steps_for_5_percent} steps")
+    every = f"a run with one every {report.steps_for_5_percent} steps"
+    print(f"lost          {shown_duration(report.lost_s)}: 5 % of {every}")
     print(
-        f"host peak     {report.host_peak_bytes / GIB:.2f} GiB with, {report.host_bytes / GIB:.2f} without: "
-        f"{beside / GIB:+.3f} GiB beside a state of {report.state_bytes / GIB:.2f}"
+        f"host peak     {shown_bytes(report.host_peak_bytes)} with, {shown_bytes(report.host_bytes)} without: "
+        f"{'-' if beside < 0 else '+'}{shown_bytes(abs(beside))} beside a state of {shown_bytes(report.state_bytes)}"
     )
 
 
 def _control(report: ControlReport) -> None:
-    alone = f"without Ray, nothing overlapping, {report.inline_step_s * 1e3:.2f} ms"
-    idle = f"{report.idle_s * 1e3:.2f} ms a step in which no lane works ({report.idle_s / report.step_s:.1%})"
-    per = f"{report.idle_per_operation_s * 1e3:.3f} ms for each of {report.operations} operations"
-    print(f"\nstep          {report.step_s * 1e3:.2f} ms; {alone}")
+    alone = f"without Ray, nothing overlapping, {shown_duration(report.inline_step_s)}"
+    idle = f"{shown_duration(report.idle_s)} a step in which no lane works ({report.idle_s / report.step_s:.1%})"
+    per = f"{shown_duration(report.idle_per_operation_s)} for each of {report.operations} operations"
+    print(f"\nstep          {shown_duration(report.step_s)}; {alone}")
     print(f"idle          {idle}: {per}, which are {report.calls} calls")
-    print(f"submission    {report.submit_s * 1e3:.2f} ms a step of the driver's time")
-    print(f"empty call    {report.call_s * 1e3:.2f} ms there and back, {report.streamed_call_s * 1e3:.2f} in a stream")
+    print(f"submission    {shown_duration(report.submit_s)} a step of the driver's time")
+    call, streamed = shown_duration(report.call_s), shown_duration(report.streamed_call_s)
+    print(f"empty call    {call} there and back, {streamed} in a stream")

@@ -9,8 +9,7 @@ from tasks.bench.comparison import DEVICE_PEAK, DEVICE_TAKEN, HOST_HELD, HOST_TA
 from tasks.bench.roof import RoofReport
 from tasks.bench.rows import RowResult
 from tasks.bench.step import StepReport
-
-GIB = 2**30
+from tiers.quantities import shown_bytes
 
 _COLUMNS = ("", "step", "model TFLOP/s", "of the roof", "stalls a step", "device peak", "device taken", "host")
 _MORE = ("host taken", "bytes a parameter", "first step")
@@ -43,10 +42,10 @@ def _cells(result: RowResult, count: int) -> list[str]:
             f"{step.model_tflops:.1f}",
             share,
             stalls or "none",
-            _compared(_gib(step.gpu_peak_bytes), figures.get(DEVICE_PEAK)),
-            _compared(_gib(step.device_taken_bytes), figures.get(DEVICE_TAKEN)),
-            _compared(_gib(step.host_bytes), figures.get(HOST_HELD)),
-            _compared(_gib(step.host_taken_bytes), figures.get(HOST_TAKEN)),
+            _compared(_size(step.gpu_peak_bytes), figures.get(DEVICE_PEAK)),
+            _compared(_size(step.device_taken_bytes), figures.get(DEVICE_TAKEN)),
+            _compared(_size(step.host_bytes), figures.get(HOST_HELD)),
+            _compared(_size(step.host_taken_bytes), figures.get(HOST_TAKEN)),
             f"{step.host_bytes / step.parameters:.2f}",
             f"{step.first_step_s:.0f} s",
         ]
@@ -76,8 +75,8 @@ def _compared(measured: str, figure: Figure | None) -> str:
     return f"{measured} ({f'**{excess}**' if figure.violation else excess})"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes else ""
+def _size(num_bytes: int) -> str:
+    return shown_bytes(num_bytes) if num_bytes else ""
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ the other; what is reported is the median of the rounds.
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import os
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import zarr
 
+from tasks.bench.sample import sample_layers
 from tiers.arena import Arena
 from tiers.direct_file import DirectMode, preallocate
 from tiers.direct_io import MAX_BLOCK_BYTES
@@ -33,7 +33,6 @@ from tiers.layout import (
     Buffer,
     ElementType,
     LayerHome,
-    LayerKind,
     ModelLayout,
     Precision,
     TierPlan,
@@ -46,6 +45,8 @@ from tiers.preflight import preflight
 from tiers.scratch import SCRATCH_NAME, scratch_bytes
 
 GIB = 2**30
+
+STORED_BYTES_PER_PARAMETER = 12
 
 STAGING_SLOTS = 2
 """Layers in flight, as in a run."""
@@ -114,8 +115,9 @@ def measure_tier(
 
     Raises:
         TierError: The directory or the memory does not do.
+        ValueError: The model has fewer layers than `STAGING_SLOTS`.
     """
-    plan = _plan(model, num_bytes)
+    plan = _plan(model, num_bytes, say)
     layers = range(len(plan.model.layers))
     total_bytes = round_up(scratch_bytes(plan), PAGE_BYTES)
     mode = preflight(directory, 2 * total_bytes)
@@ -169,15 +171,11 @@ def measure_tier(
     )
 
 
-def _plan(model: ModelLayout, num_bytes: int) -> TierPlan:
+def _plan(model: ModelLayout, num_bytes: int, say: Callable[[str], None]) -> TierPlan:
     """Decoder layers alone, all on NVMe."""
-    decoders = [layer for layer in model.layers if layer.kind is LayerKind.DECODER]
-    layer_bytes = decoders[0].numel * 12
     # As many for each slot: a lane that works alone at the end of a round is no steady state.
-    count = max(1, min(len(decoders), round(num_bytes / layer_bytes)) // STAGING_SLOTS) * STAGING_SLOTS
-    assert count <= len(decoders), f"the model has fewer than {STAGING_SLOTS} decoder layers"
-    layers = tuple(dataclasses.replace(layer, index=index) for index, layer in enumerate(decoders[:count]))
-    homes = tuple(LayerHome(index % STAGING_SLOTS, index % STAGING_SLOTS, 0) for index in range(count))
+    layers = sample_layers(model, num_bytes, STORED_BYTES_PER_PARAMETER, say, multiple_of=STAGING_SLOTS)
+    homes = tuple(LayerHome(index % STAGING_SLOTS, index % STAGING_SLOTS, 0) for index in range(len(layers)))
     gradient = ElementType.FLOAT32 if model.precision is Precision.FP32 else ElementType.BFLOAT16
     return TierPlan(ModelLayout(layers, model.precision, model.tied), homes, gradient)
 

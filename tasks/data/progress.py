@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tiers.quantities import shown_bytes, shown_duration
+
 REPORT_INTERVAL_S = 5.0
 
 
@@ -37,16 +39,8 @@ class TokenisationProgress:
         self._reported_s = now_s
         elapsed_s = now_s - self._start_s
         done = min(1.0, self.read_bytes / max(self.total_bytes, 1))
-        left = f"about {_duration(elapsed_s * (1 - done) / done)} left" if done > 0 else "time left unknown"
+        left = f"about {shown_duration(elapsed_s * (1 - done) / done)} left" if done > 0 else "time left unknown"
         self.report(
-            f"tokenising: {done:.0%} of {self.total_bytes / 1e9:.2f} GB, {self.tokens:,} tokens, "
+            f"tokenising: {done:.0%} of {shown_bytes(self.total_bytes)}, {self.tokens:,} tokens, "
             f"{self.tokens / elapsed_s:,.0f} tokens/s, {left}"
         )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

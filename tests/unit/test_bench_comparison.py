@@ -76,3 +76,9 @@ def test_a_prediction_above_the_measurement_is_shown_as_positive(capsys: pytest.
     show({"plan": (Figure("step", "s", 1.1, 1.0), Figure("device", "bytes", GIB, 2 * GIB))})
     text = capsys.readouterr().out
     assert "+10.0%" in text and "-50.0%" in text and "2.00 GiB" in text
+
+
+def test_small_sizes_and_times_are_shown_in_units_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    show({"plan": (Figure("step", "s", 0.0011, 0.001), Figure("device", "bytes", 3 << 20, 2 << 20))})
+    text = capsys.readouterr().out
+    assert "1.10 ms" in text and "3.00 MiB" in text and "0.00" not in text

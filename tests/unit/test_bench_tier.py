@@ -36,6 +36,24 @@ def test_the_tier_is_measured_beside_the_raw_drive_and_leaves_no_file(
     assert "plain zarr reads the same values from all 16 shards" in out
 
 
+def test_another_size_than_was_asked_for_is_told_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("tier", "--dir", str(tmp_path), "--rounds", "1", "--json", "--gib")
+    assert "note" not in bench(capsys, *arguments, "0.03")[2]
+    more = bench(capsys, *arguments, "3")[2]
+    assert "not 3.00 GiB (--gib): the model has 4 layers" in more
+    fewer = bench(capsys, *arguments, "0.001")[2]
+    assert "2 layers are the fewest" in fewer
+    assert "(--gib): the model has 4 layers" in bench(capsys, "optimizer", "--seconds", "0.05", "--json")[2]
+
+
+def test_a_model_of_one_layer_has_no_tier_to_measure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = CONFIG.replace("num_hidden_layers=4", "num_hidden_layers=1")
+    status = main(["tier", "--dir", str(tmp_path), "--set", f"model.config={config}"])
+    assert status == 2 and "the model has 1 decoder layers, at least 2" in capsys.readouterr().err
+
+
 def test_a_tier_without_a_directory_is_refused_with_what_to_give(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

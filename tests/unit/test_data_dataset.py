@@ -306,7 +306,7 @@ def test_progress_estimates_the_time_left() -> None:
     for _ in range(3):
         progress.advance(5e8)
         progress.wrote(1000)
-    assert lines == ["tokenising: 25% of 4.00 GB, 2,000 tokens, 200 tokens/s, about 30 s left"]
+    assert lines == ["tokenising: 25% of 3.73 GiB, 2,000 tokens, 200 tokens/s, about 30.0 s left"]
 
 
 def test_errors_and_reports_travel_between_processes(tmp_path: Path) -> None:

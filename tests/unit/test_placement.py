@@ -242,6 +242,11 @@ def test_refusal_names_needed_available_and_every_knob_that_helps() -> None:
     assert str(pickle.loads(pickle.dumps(refused.value))) == text
 
 
+def test_a_small_model_that_does_not_fit_has_its_parameters_in_millions() -> None:
+    with pytest.raises(PlacementError, match=r"a model of [0-9.]+M parameters does not fit"):
+        place(request(model()), MemoryBudget(ram_bytes=1 << 20, gpu_bytes=2**50))
+
+
 def test_a_remedy_works_when_followed() -> None:
     wanted = replace(request(model()), step=StepShape(sequence_length=8192, sequences=64, micro_batch=32))
     budget = replace(ROOMY, gpu_bytes=GIB // 2, ram_bytes=1 * GIB)
@@ -282,6 +287,10 @@ def test_a_run_says_in_a_line_where_its_bytes_live() -> None:
     text = summary(place(wanted, squeezed(wanted, 60 << 20)))
     assert "NVMe 50.00 MiB; state of" in text and "layers on NVMe" in text
     assert "gradients of 18 layers held on the device" in text
+    kept = replace(request(model(decoders=6)), processes=GPU, kept_layers=None)
+    assert "activations of all 6 layers kept;" in summary(place(kept, ROOMY))
+    assert "activations of 5 layers kept, the others recomputed" in summary(place(replace(kept, kept_layers=5), ROOMY))
+    assert "activations of 1 layer kept, the" in summary(place(replace(kept, kept_layers=1), ROOMY))
 
 
 def test_a_drive_too_small_for_one_more_layers_state_takes_the_weights_of_a_few() -> None:
