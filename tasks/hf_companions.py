@@ -32,16 +32,26 @@ def copy_companions(recipe: Recipe, facts: Facts, directory: Path) -> str:
     Returns:
         What became of the tokenizer, in words.
     """
-    source = recipe.model.source
     if facts.bytes_tokenised:
         return f"none: the model reads bytes, ids 0 to 255{_end_of_bytes(recipe)}"
-    origin = recipe.data.tokenizer if isinstance(recipe.data.tokenizer, Path) else source
-    tokenizer = companion_files(origin, TOKENIZER_FILES) if origin is not None else []
-    for path in (*tokenizer, *(companion_files(source, GENERATION_FILES) if source is not None else ())):
+    origin = _tokenizer_directory(recipe)
+    tokenizer = _files_of(origin, TOKENIZER_FILES)
+    for path in (*tokenizer, *_files_of(recipe.model.source, GENERATION_FILES)):
         shutil.copyfile(path, directory / path.name)
     if tokenizer:
         return f"that of {origin}"
     return "none: the recipe names none" if origin is None else f"none: {origin} has none"
+
+
+def companion_bytes(recipe: Recipe, facts: Facts) -> int:
+    """What `copy_companions` copies."""
+    if facts.bytes_tokenised:
+        return 0
+    copied = (
+        *_files_of(_tokenizer_directory(recipe), TOKENIZER_FILES),
+        *_files_of(recipe.model.source, GENERATION_FILES),
+    )
+    return sum(path.stat().st_size for path in copied)
 
 
 def companion_config(recipe: Recipe, facts: Facts) -> dict[str, object]:
@@ -56,6 +66,14 @@ def companion_files(directory: Path, patterns: Sequence[str]) -> list[Path]:
     """Files of a model directory beside its tensors, by patterns of their names."""
     found = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
     return sorted(found)
+
+
+def _tokenizer_directory(recipe: Recipe) -> Path | None:
+    return recipe.data.tokenizer if isinstance(recipe.data.tokenizer, Path) else recipe.model.source
+
+
+def _files_of(directory: Path | None, patterns: Sequence[str]) -> list[Path]:
+    return companion_files(directory, patterns) if directory is not None else []
 
 
 def _end_of_bytes(recipe: Recipe) -> str:

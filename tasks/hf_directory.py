@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.recipe import Recipe
-from tasks.hf_companions import companion_config, copy_companions
+from tasks.hf_companions import companion_bytes, companion_config, copy_companions
 from tasks.stored_model import ModelTensor, StoredModel
 from tiers.durable_files import new_directory, sync_file
-from tiers.errors import TierError
+from tiers.errors import ShardError, TierError
 from tiers.layout import Precision
 from tiers.manifest import verify
-from tiers.preflight import check_free_bytes
+from tiers.preflight import check_free_bytes, nearest_existing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What a user calls the types that an export can have."""
@@ -27,8 +28,10 @@ HEAD_NAME = "lm_head.weight"
 """Of every supported family."""
 
 CONFIG = "config.json"
-_OTHER_BYTES = 64 << 20
-"""Room for config and tokenizer files."""
+_ENTRY_BYTES = 256
+"""Most that a tensor's entries in a header and in the index take beside its name, twice."""
+_OTHER_BYTES = 256 << 10
+"""Room for the configuration, and for what file systems round up."""
 
 
 class ExportError(TierError, ValueError):
@@ -66,8 +69,9 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Export:
         settings: Choices of the user.
 
     Raises:
-        ExportError: `out` is taken or cannot be made, the checkpoint is damaged, or the run's source is gone.
-        TierError: The disk is too full.
+        ExportError: `out` is taken or cannot be made, the disk is too full, the checkpoint is damaged, or the run's
+            source is gone.
+        OSError: The disk refuses.
     """
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -79,13 +83,16 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Export:
     shards = plan_shards({name: t.numel * dtype.itemsize for name, t in tensors.items()}, settings.shard_bytes)
     if problems := verify(model.directory, deep=True):
         raise ExportError(f"{model.directory} is damaged and is not exported: {'; '.join(problems)}")
+    total_bytes = sum(t.numel * dtype.itemsize + 2 * len(name) + _ENTRY_BYTES for name, t in tensors.items())
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ExportError(f"{out.parent} cannot be made: {error.strerror}; name another directory") from error
-    total_bytes = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
-    check_free_bytes(out.parent, total_bytes + _OTHER_BYTES)
-    with new_directory(out) as partial:
+        check_free_bytes(nearest_existing(out.parent), total_bytes + companion_bytes(recipe, facts) + _OTHER_BYTES)
+    except ShardError as error:
+        raise ExportError(str(error)) from error
+    with ExitStack() as held:
+        try:
+            partial = held.enter_context(new_directory(out))
+        except OSError as error:
+            raise ExportError(f"{out} cannot be made: {error}; name another directory") from error
         _write_shards(model, partial, tensors, shards, dtype)
         changes = _config_changes(config, dtype, tied=model.tied and not settings.untie)
         written = config | changes | companion_config(recipe, facts)

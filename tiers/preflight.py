@@ -91,7 +91,7 @@ def check_free_bytes(directory: Path, required_bytes: int) -> None:
     if free_bytes < required_bytes:
         raise ShardError(
             f"{directory} needs {required_bytes:,} bytes and has {free_bytes:,} free; "
-            "free space there, or name another directory in the recipe"
+            "free space there, or name another directory"
         )
 
 

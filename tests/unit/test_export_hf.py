@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,7 +154,7 @@ def test_nothing_is_overwritten_and_damage_is_not_exported(tmp_path: Path, capsy
     assert export_hf.main([str(run), str(out)]) == 2
     assert "is not an empty directory" in capsys.readouterr().err
     assert export_hf.main([str(run), str(out / "mine.txt" / "deeper")]) == 2
-    assert "mine.txt cannot be made" in capsys.readouterr().err
+    assert "deeper cannot be made" in capsys.readouterr().err
     model = StoredModel.open(run)
     with (model.directory / shard_path(_layers(run)[1], Buffer.WEIGHT)).open("r+b") as file:
         file.seek(100)
@@ -162,6 +164,36 @@ def test_nothing_is_overwritten_and_damage_is_not_exported(tmp_path: Path, capsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     assert inspect.main([str(run), "--verify"]) == 1
     assert "damaged" in capsys.readouterr().out
+
+
+def test_new_parents_of_an_export_are_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(tmp_path / "run", tiny_config("llama"), Precision.BF16)
+    synced: set[Path] = set()
+    sync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    export(StoredModel.open(tmp_path / "run"), tmp_path / "new" / "newer" / "out", ExportSettings())
+    for parent in ("", "new", "new/newer"):
+        assert tmp_path / parent in synced, f"the entry in {parent or 'the old directory'} may be lost"
+
+
+@pytest.mark.parametrize(("spare_bytes", "status"), [(1 << 20, 0), (-1, 2)])
+def test_an_export_asks_for_the_room_that_it_takes(
+    spare_bytes: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few hundred KiB for a tiny model, not the tokenizer of a large one."""
+    save_run(tmp_path / "run", tiny_config("llama"), Precision.BF16)
+    out = export(StoredModel.open(tmp_path / "run"), tmp_path / "first", ExportSettings()).directory
+    taken = sum(path.stat().st_size for path in out.iterdir())
+    total, used, _ = shutil.disk_usage(tmp_path)
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(total, used, taken + spare_bytes))
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "new" / "out")]) == status
+    assert (tmp_path / "new").exists() == (status == 0), "nothing is made where there is no room"
 
 
 def _layers(run: Path) -> tuple[Any, ...]:
