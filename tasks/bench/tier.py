@@ -44,8 +44,6 @@ from tiers.prefetcher import Prefetcher
 from tiers.preflight import preflight
 from tiers.scratch import SCRATCH_NAME, scratch_bytes
 
-GIB = 2**30
-
 STORED_BYTES_PER_PARAMETER = 12
 
 STAGING_SLOTS = 2
