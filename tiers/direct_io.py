@@ -60,14 +60,8 @@ class FileBlocks:
 class DirectIO:
     """Threads that move blocks. Thread-safe; belongs to the process that made it (threads do not survive a fork)."""
 
-    def __init__(self, threads: int, prepare: Callable[[], None] | None = None) -> None:
-        """Start no thread before the first request.
-
-        Args:
-            threads: Requests in flight.
-            prepare: Called in each thread when it starts.
-        """
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="direct-io", initializer=prepare)
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="direct-io")
         self._bounce = threading.local()
         self._process = os.getpid()
 

@@ -30,7 +30,6 @@ from tiers.scratch import Scratch, nvme_buffers, scratch_bytes
 from tiers.shard_store import ShardStore, StorageArray
 from tiers.shards import FileRecord
 from tiers.store_metadata import Compression
-from tiers.thread_priority import yield_to_others
 
 CONCURRENT_CALLS = 6
 """Loads and stores of different layers at once; the I/O threads are shared."""
@@ -81,8 +80,9 @@ class Prefetcher:
         self._working: ShardStore | None = None
         self._arena, self._map = tier.attach()
         self._io = DirectIO(threads)
-        # Threads of its own: what a step waits for does not queue behind a checkpoint.
-        self._checkpoint_io = DirectIO(threads, yield_to_others)
+        # Threads of its own, since what a step waits for may not queue behind a checkpoint; of no lower priority, since
+        # the next update may have to wait for them.
+        self._checkpoint_io = DirectIO(threads)
         self._checkpoints = CheckpointLayers(
             tier.plan.model, self._checkpoint_io, self._spans, compression, staging_bytes
         )
@@ -193,7 +193,6 @@ class Prefetcher:
         Raises:
             ShardError: A disk fails, or a working file is not what was stored.
         """
-        yield_to_others()
         on_nvme, in_ram = nvme_buffers(self._plan, layer), self._in_ram(layer)
         return self._checkpoints.write(directory, self._layout(layer), in_ram, on_nvme, self._working, self._records)
 

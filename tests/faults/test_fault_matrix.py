@@ -19,6 +19,7 @@ from support.traps import POWER, Trap
 TRAPS = (
     Trap("return_state", "compute", "amid"),
     Trap("update_on_device", "parameter-tier"),
+    Trap("capture", "prefetcher", "amid"),
     Trap("start Compute", "optimizer-0"),
     Trap("open layer-0003/exp_avg/c/0", "prefetcher"),
 )
