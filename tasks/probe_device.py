@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 
+from pipeline.prediction.device_costs import ATTENTION_BACK
 from pipeline.prediction.hardware import GIB, Device, Link
 from tiers.host_memory import available_host_bytes
 
 GEMM_SIZE = 8192
+HEAD_SIZE = 128
 CPU_PASS_S = 1e-3
 """Some forty operations of a layer that is not compiled, called from Python; an assumption."""
 LINK_BYTES = 1 << 30
@@ -20,20 +23,36 @@ LINK_BYTES = 1 << 30
 
 
 def measure_device(copy_gbps: float, seconds: float) -> Device:
-    """Matrix products, memory traffic and size of the device."""
+    """Matrix products, attention, memory traffic and size of the device.
+
+    What a layer's products lose to those of one large matrix is not measured: `Device` has a default.
+    """
     if not torch.cuda.is_available():
         device = torch.device("cpu")
         gemm = _gemm_tflops(device, 1024, seconds)
-        tail = _product_tail(device, gemm, 128, seconds)
-        return Device("CPU", available_host_bytes() / GIB, gemm, copy_gbps, product_tail=tail, pass_s=CPU_PASS_S)
+        return Device(
+            "CPU",
+            available_host_bytes() / GIB,
+            gemm,
+            copy_gbps,
+            attention_efficiency=_attention_tflops(device, 2, 4, 256, seconds) / gemm,
+            product_tail=_product_tail(device, gemm, 128, seconds),
+            pass_s=CPU_PASS_S,
+        )
     device = torch.device("cuda")
     free, _ = torch.cuda.mem_get_info()
     gemm = _gemm_tflops(device, GEMM_SIZE, seconds)
     source = torch.ones(LINK_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     traffic = _repeat(lambda: target.copy_(source), seconds) * 2 * LINK_BYTES / 1e9
-    tail = _product_tail(device, gemm, 1024, seconds)
-    return Device(torch.cuda.get_device_name(), free / GIB, gemm, traffic, product_tail=tail)
+    return Device(
+        torch.cuda.get_device_name(),
+        free / GIB,
+        gemm,
+        traffic,
+        attention_efficiency=_attention_tflops(device, 8, 16, 1024, seconds) / gemm,
+        product_tail=_product_tail(device, gemm, 1024, seconds),
+    )
 
 
 def measure_link(copy_gbps: float, seconds: float) -> Link:
@@ -103,6 +122,20 @@ def busy_device() -> Iterator[None]:
 def _gemm_tflops(device: torch.device, size: int, seconds: float) -> float:
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return _repeat(lambda: torch.mm(left, right), seconds) * 2 * size**3 / 1e12
+
+
+def _attention_tflops(device: torch.device, sequences: int, heads: int, length: int, seconds: float) -> float:
+    """Causal attention forward and backward: 2 products of half the positions, and ATTENTION_BACK times as many."""
+    shape = (sequences, heads, length, HEAD_SIZE)
+    query, key, value, grad = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(4))
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+
+    def both() -> None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(out, inputs, grad)
+
+    forward_flops = 2 * length * heads * HEAD_SIZE * sequences * length
+    return _repeat(both, seconds) * (1 + ATTENTION_BACK) * forward_flops / 1e12
 
 
 def _product_tail(device: torch.device, gemm_tflops: float, rows: int, seconds: float) -> float:

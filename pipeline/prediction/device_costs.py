@@ -1,4 +1,4 @@
-"""What the device's own work costs: arithmetic over rate, memory traffic over bandwidth. Pure."""
+"""What the device's own work costs: arithmetic over its rate, memory traffic over bandwidth. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from pipeline.memory.activation_bytes import HEAD_CHUNK_TOKENS
 from pipeline.memory.shapes import ComputeShape, StepShape
 from pipeline.prediction.hardware import Device
+from pipeline.prediction.layer_traffic import (
+    attention_elements,
+    backward_elements,
+    forward_elements,
+    recompute_elements,
+)
 from pipeline.step.operations import Op
 from tiers.layout import LayerKind, LayerLayout, TensorSpec
 
@@ -16,6 +22,9 @@ KERNELS_S = 20e-6
 
 LOGIT_BYTES = 14
 """Device traffic a logit beside the products: written and read in bf16, exponentiated in fp32, its gradient twice."""
+
+ATTENTION_BACK = 2.5
+"""Arithmetic of attention's backward, by its forward's two products: five, as it makes the scores again."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +74,15 @@ class DeviceCosts:
 
     def forward_flops(self, layer: LayerLayout) -> float:
         """Of a decoder layer."""
+        return self._product_flops(layer) + self._attention_flops()
+
+    def _product_flops(self, layer: LayerLayout) -> float:
+        return 2.0 * self.compute.active_parameters(layer) * self.step.tokens
+
+    def _attention_flops(self) -> float:
         # Causal attention: two products over half the sequence, as the design counts it.
         keys = min(self.step.sequence_length, self.compute.attention_window or self.step.sequence_length)
-        attention = 2.0 * keys * self.compute.query_size
-        return (2.0 * self.compute.active_parameters(layer) + attention) * self.step.tokens
+        return 2.0 * keys * self.compute.query_size * self.step.tokens
 
     def head_flops(self) -> float:
         """Of the head, forward."""
@@ -91,7 +105,25 @@ class DeviceCosts:
     def _decoder_s(self, op: Op, layer: LayerLayout, kept: bool) -> float:
         """All micro-batches through a decoder layer, forward, or back with its recompute."""
         device, micro_batches = self.device, self.step.micro_batches
-        flops = self.forward_flops(layer)
+        recomputed = op is Op.BACKWARD and not kept
+        passes = 3 if op is Op.BACKWARD else 1
+        # Where few tokens come to an expert, its weights take longer to read than to multiply.
+        read_bytes = self._passed(layer.tensors, kept) * self.weight_bytes
+        weights_s = passes * micro_batches * read_bytes / (device.memory_gbps * 1e9)
+        seconds = max(self._products_s(op, layer, kept), weights_s)
+        if op is Op.BACKWARD:
+            elements = backward_elements(self.compute, kept=kept)
+            elements += recompute_elements(self.compute) if recomputed else 0
+            seconds += self._attention_s(backward=True) + (self._attention_s(backward=False) if recomputed else 0.0)
+        else:
+            elements = forward_elements(self.compute)
+            seconds += self._attention_s(backward=False)
+        seconds += self._moving_s(elements) + micro_batches * KERNELS_S
+        return max(seconds, micro_batches * passes * self._chunks(kept) * device.pass_s)
+
+    def _products_s(self, op: Op, layer: LayerLayout, kept: bool) -> float:
+        """A decoder layer's matrix products, their tails included."""
+        flops = self._product_flops(layer)
         # The tail of a product is multiplied as its outputs are: as often as the inner dimension is long.
         chunks = self._chunks(kept)
         matrices = [
@@ -99,22 +131,26 @@ class DeviceCosts:
             for tensor in layer.tensors
             if len(tensor.shape) == 2
         ]
-        tails = 2.0 * sum(parts * inputs for _, inputs, parts in matrices) * device.product_tail
-        passes = 1
+        tails = 2.0 * sum(parts * inputs for _, inputs, parts in matrices) * self.device.product_tail
         if op is Op.BACKWARD:
-            passes = 3
             recompute = 0.0 if kept else flops - self._left_out_flops()
             flops = 2.0 * flops + recompute
             # The weights' gradients have tokens between, however they are cut into micro-batches.
-            back = 2.0 * sum(parts * outputs for outputs, _, parts in matrices) * device.product_tail
+            back = 2.0 * sum(parts * outputs for outputs, _, parts in matrices) * self.device.product_tail
             tails = back + (0.0 if kept else tails)
-        # Where few tokens come to an expert, its weights take longer to read than to multiply.
-        read_bytes = self._passed(layer.tensors, kept) * self.weight_bytes
-        weights_s = passes * micro_batches * read_bytes / (device.memory_gbps * 1e9)
-        seconds = max((flops + micro_batches * tails) / self._rate, weights_s) + micro_batches * KERNELS_S
-        return max(seconds, micro_batches * passes * chunks * device.pass_s)
+        return (flops + self.step.micro_batches * tails) / self._rate
+
+    def _attention_s(self, *, backward: bool) -> float:
+        """Attention of a decoder layer; its memory traffic sets the pace where its window is short."""
+        flops = self._attention_flops() * (ATTENTION_BACK if backward else 1.0)
+        rate = self.device.gemm_tflops * self.device.attention_efficiency * 1e12
+        return max(flops / rate, self._moving_s(attention_elements(self.compute, backward=backward)))
+
+    def _moving_s(self, elements: int) -> float:
+        """Elements a token to and from memory, for all tokens."""
+        return elements * self.weight_bytes * self.step.tokens / (self.device.memory_gbps * 1e9)
 
     @property
     def _rate(self) -> float:
-        """Operations a second of a layer at work."""
+        """Operations a second of matrix products."""
         return self.device.gemm_tflops * self.device.layer_efficiency * 1e12

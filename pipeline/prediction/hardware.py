@@ -36,9 +36,13 @@ class Device:
     """Large bf16 matrix products with fp32 sums, 1e12 operations a second."""
     memory_gbps: Rate
     """Sustained reads and writes of device memory."""
-    layer_efficiency: Annotated[float, Gt(0)] = 0.82
-    """Rate of a compiled decoder layer on many tokens, its norms and attention included, as a share of `gemm_tflops`.
-    """
+    layer_efficiency: Annotated[float, Gt(0)] = 0.905
+    """Rate of a decoder layer's matrix products on many tokens, and of the head's, as a share of `gemm_tflops`. Norms,
+    attention and other work between them is no part of it. Default: fitted to steps and layers of 3B, 7B and 14B on
+    an H200."""
+    attention_efficiency: Annotated[float, Gt(0)] = 0.25
+    """Rate of attention forward and backward over sequences of about a thousand tokens, as a share of `gemm_tflops`;
+    longer ones are faster than that. Default: fitted to the same; `tasks.probe` measures it."""
     product_tail: Annotated[float, Ge(0)] = 1.1e6
     """Outputs that a matrix product costs beyond its own, whatever its size: on average its last round of tiles leaves
     part of the device idle. What makes small micro-batches slow. Default: an assumption, a quarter of a round of

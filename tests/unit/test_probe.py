@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.prediction.hardware import load_hardware
+from pipeline.prediction.hardware import Device, load_hardware
 from tasks.probe import main
 
 SECONDS = ("--seconds", "0.02")
@@ -17,6 +17,7 @@ def test_writes_a_hardware_file_that_a_plan_can_read(tmp_path: Path, capsys: pyt
     hardware = load_hardware(out)
     assert hardware.nvme is not None and hardware.nvme.read_gbps > 0
     assert hardware.device.product_tail >= 0 and hardware.device.gemm_tflops > 0
+    assert 0 < hardware.device.attention_efficiency != Device.attention_efficiency, "measured, not assumed"
     assert hardware.host.cores > 0 and hardware.host.update_gparams_per_s > 0
     assert list(drive.iterdir()) == []
     assert "updating with AdamW" in capsys.readouterr().err
