@@ -67,8 +67,8 @@ def recomputed_bytes(
 ) -> int:
     """Bytes that recompute and backward of a decoder layer hold at their peak, beside its input and its weights.
 
-    Compiled, an H200 held these sums to a thousandth, and half a hundredth is added: of Qwen2.5 7B 272,504 bytes a token for a layer as a whole,
-    and of 131,072 tokens in chunks of 16,384 83,172 bytes a token.
+    Compiled, an H200 held these sums to a thousandth, and half a hundredth is added: of Qwen2.5 7B 272,504 bytes a
+    token for a layer as a whole, and of 131,072 tokens in chunks of 16,384 83,172 bytes a token.
 
     Args:
         compute: Sizes of activations.

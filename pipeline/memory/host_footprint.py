@@ -53,9 +53,14 @@ def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]
     """Account of what the processes hold beside the arena."""
     actors = processes.optimizer_actors
     workers = "1 process" if actors == 1 else f"{actors} processes"
-    tables = arena_bytes * PAGE_TABLE_MAPPINGS // 512
+    tables = arena_bytes * page_mappings(processes) // 512
     terms = [
-        _ram("page tables", tables, "8 bytes a 4 KiB page and process that touches it"),
+        _ram(
+            "page tables",
+            tables,
+            "8 bytes a 4 KiB page and process that touches it"
+            + (", and lists of pinned pages" if processes.cuda else ""),
+        ),
         _ram("Ray services", RAY_SERVICES_BYTES, "GCS, raylet, dashboard and its agents, object store in use"),
         _ram("driver", DRIVER_BYTES, "coordinator, data loader, tokenizer"),
         _ram("tier actors", TIER_ACTORS_BYTES, "ParameterTier and Prefetcher"),
@@ -67,7 +72,8 @@ def process_terms(arena_bytes: int, processes: ProcessShape) -> tuple[Term, ...]
         ),
     ]
     if processes.compiled and processes.cuda:
-        terms.append(_ram("compiler", COMPILER_BYTES, f"{COMPILER_WORKERS} worker processes of Inductor"))
+        why = f"{COMPILER_WORKERS} worker processes of Inductor, and pinned copies of what it times"
+        terms.append(_ram("compiler", COMPILER_BYTES, why))
     return tuple(terms)
 
 
@@ -91,6 +97,15 @@ STAND_IN = "in place of device memory"
 PAGE_TABLE_MAPPINGS = 4
 """ParameterTier, Prefetcher and Compute touch all of the arena, the optimizers together all of it once."""
 
+PINNED_PAGE_MAPPINGS = 3
+"""What the GPU's driver and the kernel keep of pinned pages, in the same measure: of an arena of 96 GiB 0.6 GiB."""
+
+
+def page_mappings(processes: ProcessShape) -> int:
+    """Times 8 bytes that a 4 KiB page of the arena costs beside itself."""
+    return PAGE_TABLE_MAPPINGS + (PINNED_PAGE_MAPPINGS if processes.cuda else 0)
+
+
 NOT_IN_HELD_BYTES = ("page tables", "Ray services", "compiler")
 """Terms beyond a step's `host_bytes`, which are the arena and the private memory of driver and actors."""
 
@@ -100,15 +115,15 @@ RUNNING_BEFORE_ALLOCATION = ("Ray services", "driver")
 # Proportional set sizes, so that shared libraries count once: Ray 2.60 with its dashboard, torch 2.13, measured on a
 # 2-core machine without a GPU after every import (Ray 630 MiB, driver 337, tier actors 136, an optimizer 104, Compute
 # 320, Inductor with 4 idle workers 240), with room for what they allocate at work. On an H200 with torch 2.11 and 4
-# optimizers: driver and actors together 5.2 GiB in a step of 7B (these terms: 5.3). A worker that compiles is taken to
-# need 150 MiB more.
+# optimizers, driver and actors held 2.8 GiB in steps of 7B and of 3B (Compute 1.3); all that became unavailable beside
+# the arena were 6.1 GiB at 7B and 4.2 at 3B in a run that compiled, 4.2 and 3.5 in one that found its graphs compiled.
 RAY_SERVICES_BYTES = 800 * MIB
 DRIVER_BYTES = 600 * MIB
 TIER_ACTORS_BYTES = 320 * MIB
 OPTIMIZER_ACTOR_BYTES = 220 * MIB
 COMPUTE_CPU_BYTES = 600 * MIB
-COMPUTE_CUDA_BYTES = 3600 * MIB
-COMPILER_BYTES = 840 * MIB
+COMPUTE_CUDA_BYTES = 1900 * MIB
+COMPILER_BYTES = 1950 * MIB
 
 _BUFFER_NAMES = {
     Buffer.WEIGHT_LOW: "master low half",

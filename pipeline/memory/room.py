@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.memory.footprint import GIB, total
-from pipeline.memory.host_footprint import PAGE_TABLE_MAPPINGS, process_terms
+from pipeline.memory.host_footprint import page_mappings, process_terms
 from pipeline.memory.placement_request import MemoryBudget
 from pipeline.memory.shapes import ProcessShape
 
@@ -63,7 +63,7 @@ def ram_for_state(available_bytes: int, processes: ProcessShape) -> int:
     """
     reserve = min(GIB, available_bytes // 16)
     fixed = total(process_terms(0, processes))
-    return max(0, (available_bytes - reserve - fixed) * 512 // (512 + PAGE_TABLE_MAPPINGS))
+    return max(0, (available_bytes - reserve - fixed) * 512 // (512 + page_mappings(processes)))
 
 
 def _at_most(limit_bytes: int | None, available_bytes: int) -> int:
