@@ -19,7 +19,7 @@ class Stalls:
     """Seconds that the compute lane waited, by cause."""
 
     load: float = 0.0
-    """For weights to come from NVMe."""
+    """For weights or optimizer state to come from NVMe, or to make room there is too little of for what comes next."""
     stage: float = 0.0
     """For weights, or gradient sums of the wave before, to come to the device."""
     update: float = 0.0
@@ -32,7 +32,8 @@ def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> Stalls
     """Attribute every gap of the compute lane between two times.
 
     A gap before an operation that reads layer l is split at the moments when `stage[l]` began, and before that when
-    `update[l]` or `load_weights[l]` ended: what was at work in each part of the gap is its cause.
+    `update[l]` or `load_weights[l]` ended: what was at work in each part of the gap is its cause. Where `load_state[l]`
+    came in the gap, all before `update[l]` is its: had there been a free slot, it would have come earlier.
 
     Args:
         spans: Of any lanes; those outside the window are ignored.
@@ -60,6 +61,7 @@ def _split(spans: list[LaneSpan], late: LaneSpan, idle_from: float) -> list[tupl
         ("stage", {"stage", "fetch_sum"}, Lane.H2D),
         ("load", {"load_weights"}, Lane.NVME_READ),
         ("update", {"update"}, Lane.UPDATE),
+        ("load", {"load_state"}, Lane.NVME_READ),
     ):
         if match is None:
             break
@@ -67,6 +69,8 @@ def _split(spans: list[LaneSpan], late: LaneSpan, idle_from: float) -> list[tupl
         before = [s for s in spans if s.lane is lane and s.name in wanted and idle_from < s.end_s <= until + NOISE_S]
         if before:
             begun = max(min(s.start_s for s in before), idle_from)
+            if "load_state" in names:
+                begun = idle_from
             parts.append((cause, max(0.0, until - begun)))
             until = begun
     parts.append(("control", max(0.0, until - idle_from)))

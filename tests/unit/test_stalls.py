@@ -62,3 +62,16 @@ def test_weights_that_came_late_from_the_drive_are_a_load_stall() -> None:
     stalls = stalls_of(spans, 0.0, 4.0)
     assert stalls.load == pytest.approx(2.0)
     assert stalls.stage == pytest.approx(0.5)
+
+
+def test_an_update_that_waited_for_the_drive_is_a_load_stall_also_while_its_slot_was_taken() -> None:
+    spans = [
+        span("backward[0]", Lane.COMPUTE, 0.0, 1.0),
+        span("store_state[3]", Lane.NVME_WRITE, 1.0, 2.0),
+        span("load_state[4]", Lane.NVME_READ, 2.0, 4.0),
+        span("update[4]", Lane.UPDATE, 4.0, 4.5),
+        span("stage[4]", Lane.H2D, 4.5, 4.75),
+        span("forward[4]", Lane.COMPUTE, 4.75, 5.0),
+    ]
+    stalls = stalls_of(spans, 0.0, 5.0)
+    assert (stalls.load, stalls.update, stalls.stage, stalls.control) == pytest.approx((3.0, 0.5, 0.25, 0.0))
