@@ -42,7 +42,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def write_all(directory: Path) -> list[FileRecord]:
-    with DirectIO(threads=1) as io:
+    with DirectIO(requests=1) as io:
         store = ShardStore(directory, MODEL, io, preflight(directory))
         return [
             record for layer in MODEL.layers for record in write_layer(store, layer, random_arrays(MODEL, layer, 1))

@@ -231,7 +231,7 @@ MODEL = small_model(Precision.FP32, layers=1)
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    with DirectIO(threads=1) as io:
+    with DirectIO(requests=1) as io:
         for step in (1, 2):
             writer = checkpoint.begin(folder, step, MODEL)
             store = ShardStore(writer.directory, MODEL, io, preflight(writer.directory))

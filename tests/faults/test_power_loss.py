@@ -40,7 +40,7 @@ def memory_path() -> Iterator[Path]:
 
 
 def save(run_dir: Path, step: int) -> None:
-    with DirectIO(threads=2) as io:
+    with DirectIO(requests=2) as io:
         writer = checkpoint.begin(run_dir, step, MODEL)
         store = ShardStore(writer.directory, MODEL, io, preflight(writer.directory))
         records = [

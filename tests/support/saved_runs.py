@@ -30,7 +30,7 @@ def save_run(
     weights: Weights = {}
     writer = checkpoint.begin(run_dir, 7, model)
     records = []
-    with DirectIO(threads=1) as io:
+    with DirectIO(requests=1) as io:
         store = ShardStore(writer.directory, model, io, DirectMode.BUFFERED)
         for layer in model.layers:
             arrays = empty_arrays(model, layer)

@@ -47,7 +47,7 @@ def names(run_dir: Path) -> list[str]:
 
 @pytest.fixture
 def io() -> Iterator[DirectIO]:
-    with DirectIO(threads=2) as opened:
+    with DirectIO(requests=2) as opened:
         yield opened
 
 
@@ -190,7 +190,7 @@ def _save_until_event(run_dir: Path, fatal: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             seen += 1
 
-    with DirectIO(threads=1) as io:
+    with DirectIO(requests=1) as io:
         sys.addaudithook(count)
         save(run_dir, 20, io)
         prune(run_dir, keep_last=1)

@@ -149,7 +149,7 @@ def test_the_disk_is_looked_at_as_the_run_will_find_it(path: Path, tmp_path: Pat
     (tmp_path / "nvme" / "megatrain-scratch.lock").touch()
     recipe = load_recipe(path, (f"memory.nvme_dir={tmp_path / 'nvme'}",))
     run_dir = recipe.run.dir
-    with DirectIO(threads=1) as io:
+    with DirectIO(requests=1) as io:
         for step in (10, 20, 30):
             writer = checkpoint.begin(run_dir, step, model)
             store = ShardStore(writer.directory, model, io, preflight(writer.directory))

@@ -36,7 +36,7 @@ def blocks(path: Path, memory: ByteArray, block: int, mode: DirectMode = DirectM
 
 @pytest.fixture
 def io() -> Iterator[DirectIO]:
-    with DirectIO(threads=3) as opened:
+    with DirectIO(requests=3) as opened:
         yield opened
 
 
@@ -190,7 +190,7 @@ def test_a_fork_is_told_to_open_its_own_threads(tmp_path: Path, io: DirectIO) ->
     def attempt() -> None:
         with pytest.raises(ShardError, match="open a DirectIO there"):
             io.read([blocks(path, memory, 4096)])
-        with DirectIO(threads=1) as own:
+        with DirectIO(requests=1) as own:
             own.read([blocks(path, memory, 4096)])
 
     child = multiprocessing.get_context("fork").Process(target=attempt)

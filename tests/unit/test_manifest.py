@@ -22,7 +22,7 @@ MODEL = small_model()
 
 @pytest.fixture
 def io() -> Iterator[DirectIO]:
-    with DirectIO(threads=2) as opened:
+    with DirectIO(requests=2) as opened:
         yield opened
 
 

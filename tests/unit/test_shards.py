@@ -44,7 +44,7 @@ PADDED = ModelLayout((layer_layout(0, "layer-0000", LayerKind.DECODER, 4097 * 32
 
 @pytest.fixture
 def io() -> Iterator[DirectIO]:
-    with DirectIO(threads=2) as opened:
+    with DirectIO(requests=2) as opened:
         yield opened
 
 
@@ -196,7 +196,7 @@ def test_a_store_of_another_model_or_precision_is_refused(tmp_path: Path, io: Di
 def _child_reads(directory: str) -> bool:
     model = small_model()
     layer = model.layers[1]
-    with DirectIO(threads=2) as io:
+    with DirectIO(requests=2) as io:
         store, received = ShardStore(Path(directory), model, io, DirectMode.DIRECT), empty_arrays(model, layer)
         array = zarr.open_array(Path(directory) / layer.name / "exp_avg", mode="r")
         geometry = ShardGeometry.of(layer.numel, ElementType.FLOAT32)
