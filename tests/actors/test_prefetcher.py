@@ -361,7 +361,8 @@ def test_restoring_takes_less_memory_than_one_layer_beside_the_arena(
     saved = first.save(tmp_path)
     first.prefetcher.close()
     second = start(placement, model)
-    second.prefetcher.restore(0, saved)  # threads start and modules load
+    for layer in second.layers():
+        second.prefetcher.restore(layer, saved)  # threads start, each with a stack of its own, and modules load
     layer_bytes = sum(extent.num_bytes for extent in second.map.states[1].values())
     data_bytes = _private_bytes()
     limits = resource.getrlimit(resource.RLIMIT_DATA)
