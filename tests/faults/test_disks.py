@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.json_lines import JsonLines
 from support.kills import EVERY, STEPS, assert_same_state, running
+from support.small_disk import small_filesystem
 from tests.support.stores import random_arrays, saved_facts, small_model, write_layer
 from tiers import checkpoint
 from tiers.checkpoint import newest_complete
@@ -32,13 +33,8 @@ MODEL = small_model(Precision.FP32, rows=500)
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 8 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"a filesystem cannot be mounted here: {mounted.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)
+    with small_filesystem(tmp_path / "disk", 8) as path:
+        yield path
 
 
 def write_all(directory: Path) -> list[FileRecord]:

@@ -8,25 +8,13 @@ import pytest
 
 from pipeline.recipe import RecipeError, load_recipe
 from pipeline.recipe_limits import beyond_positions, check_threads
-from support.small_recipe import SMALL_MODEL
+from support.small_recipe import write_one_step
 from tasks import plan, train
-
-RECIPE = f"""{SMALL_MODEL}[data]
-path = "a.txt"
-[train]
-steps = 1
-sequence_length = 128
-sequences_per_step = 2
-device = "cpu"
-"""
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    (tmp_path / "a.txt").write_text("words " * 500)
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE + f'[run]\ndir = "{tmp_path / "run"}"\n')
-    return recipe
+    return write_one_step(tmp_path, words=500)
 
 
 @pytest.mark.parametrize(

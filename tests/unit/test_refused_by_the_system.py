@@ -12,43 +12,27 @@ from pathlib import Path
 import pytest
 
 from cluster.command_line import in_words
-from support.small_recipe import SMALL_MODEL
+from support.small_disk import small_filesystem
+from support.small_recipe import write_one_step
 from tasks import plan, probe, report, train
 from tasks.memory_account import MemoryAccount
 from tasks.run_directory import RunDirectory, RunDirectoryError
 from tiers.durable_files import new_directory, replace_file
 
-RECIPE = f"""{SMALL_MODEL}[data]
-path = "a.txt"
-[train]
-steps = 1
-sequence_length = 128
-sequences_per_step = 2
-device = "cpu"
-"""
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    (tmp_path / "a.txt").write_text("words " * 100_000)
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE + f'[run]\ndir = "{tmp_path / "run"}"\n')
-    return recipe
+    return write_one_step(tmp_path, words=100_000)
 
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem that takes names and no byte."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"a filesystem cannot be mounted here: {mounted.stderr.decode().strip()}")
-    free = os.statvfs(path)
-    with (path / "ballast").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize)
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)
+    with small_filesystem(tmp_path / "disk", 1) as path:
+        free = os.statvfs(path)
+        with (path / "ballast").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize)
+        yield path
 
 
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:
