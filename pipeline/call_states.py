@@ -80,3 +80,11 @@ def at(calls: Sequence[Call], actor: str) -> str:
 def lost(calls: Sequence[Call], actor: str) -> Call | None:
     """The first call of a dead actor that it did not end: the one it died in, or before."""
     return next((call for call in calls if call.actor == actor and call.state is not CallState.DONE), None)
+
+
+def failed(calls: Sequence[Call]) -> Call | None:
+    """The first call with an error of its own: what it waited for did not fail."""
+    errors = {(call.step, call.key) for call in calls if call.state is CallState.FAILED}
+    return next(
+        (call for call in calls if call.state is CallState.FAILED and not errors.intersection(call.after)), None
+    )

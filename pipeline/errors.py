@@ -26,6 +26,10 @@ class NonFiniteError(PipelineError):
     """Losses or gradients stopped being finite and the run cannot go on."""
 
 
+class OperationError(PipelineError):
+    """An actor raised an error at an operation of a step."""
+
+
 class RayLostError(PipelineError):
     """Ray's own processes are gone; without them no actor can be replaced."""
 

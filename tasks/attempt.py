@@ -13,13 +13,13 @@ import ray
 from pipeline.actor_handles import END_TIMEOUT_S
 from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
-from pipeline.errors import ActorLostError, RayLostError
+from pipeline.errors import ActorLostError, OperationError, RayLostError
 from pipeline.families.flops import model_flops_per_token
 from pipeline.messages import Batch
 from pipeline.recipe import Recipe
 from tasks.checkpointing import Checkpoints, Progress
 from tasks.data.loader import BatchLoader, eval_batches
-from tasks.failure import actor_states, is_death, loss_at_start, loss_of, ray_loss
+from tasks.failure import actor_states, failure_of, is_death, loss_at_start, loss_of, ray_loss
 from tasks.filling import fill
 from tasks.preparation import Data, Preparation
 from tasks.resume import ResumePoint
@@ -56,6 +56,7 @@ def attempt(
     Raises:
         ActorLostError: An actor died: what was in memory is lost, and the partial checkpoint is removed.
         RayLostError: Ray's raylet died, and with it the means to start another attempt.
+        OperationError: An actor raised an error at an operation.
         RayError, PipelineError, TierError, OSError: The run failed; another attempt would fail alike.
     """
     preparation, data = launch.preparation, launch.data
@@ -109,6 +110,8 @@ def attempt(
             )
             ending = training.run()
         except (ray.exceptions.RayError, ActorLostError) as error:
+            if isinstance(error, ray.exceptions.RayTaskError) and not is_death(error):
+                raise OperationError(failure_of(coordinator, error)) from error
             if not is_death(error):
                 raise
             if crew.processes.raylet_ended():

@@ -8,7 +8,7 @@ import re
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from cluster.command_line import in_words
-from pipeline.call_states import at, lost
+from pipeline.call_states import at, failed, lost
 from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
 from pipeline.errors import ActorLostError, PipelineError, RayLostError
@@ -22,11 +22,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ActorDiedError):
         return f"an actor could not start: {error}" if error.actor_init_failed else str(error)
     if isinstance(error, RayTaskError):
-        cause = error.cause
-        known = isinstance(cause, TierError | PipelineError | ValueError | OSError)
-        return (
-            f"{error.function_name}: {in_words(cause)}" if known else f"{error.function_name}:\n{error.traceback_str}"
-        )
+        known = isinstance(error.cause, TierError | PipelineError | ValueError | OSError)
+        return in_words(error.cause) if known else str(error)  # which is the actor's traceback
     if isinstance(error, ActorLostError | RayLostError):
         return f"{error}\nThe same command goes on from the newest checkpoint."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -44,6 +41,12 @@ def is_death(error: BaseException) -> bool:
     return isinstance(error, ActorLostError) or (
         isinstance(error, RayActorError) and not getattr(error, "actor_init_failed", False)
     )
+
+
+def failure_of(coordinator: Coordinator, error: RayTaskError) -> str:
+    """Which actor raised an error, at which operation and step, and the error itself."""
+    call = failed(coordinator.calls())
+    return f"{call} failed in the {call.actor}: {explain(error)}" if call else explain(error)
 
 
 def loss_of(crew: Crew, coordinator: Coordinator, error: BaseException) -> str:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tiers.errors import CheckpointError, ShardError
 from tiers.layout import Buffer, Precision
 from tiers.manifest import verify
 from tiers.preflight import preflight
+from tiers.scratch import SCRATCH_NAME
 from tiers.shard_store import ShardStore
 from tiers.shards import FileRecord
 
@@ -110,6 +112,28 @@ def test_a_run_whose_disk_is_full_fails_and_goes_on_once_there_is_room(
         assert "Read-only file system" in run.output()
     subprocess.run(["mount", "-o", "remount,rw,size=64m", small_disk], check=True)
     with running(recipe, run_dir, log=tmp_path / "log") as run:
+        assert run.finish() == 0, run.output()
+    assert_same_state(run_dir / "checkpoints" / f"step-{STEPS:06}", undisturbed / "checkpoints" / f"step-{STEPS:06}")
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_working_shard_truncated_in_a_step_ends_the_run_by_name_and_the_checkpoint_goes_on(
+    recipe: Path, undisturbed: Path
+) -> None:
+    run_dir = recipe.parent / "truncated"
+    scratch = recipe.parent / "nvme" / SCRATCH_NAME
+    with running(recipe, run_dir) as run:
+        run.wait_for(lambda: newest_complete(run_dir)[0] is not None, "a checkpoint")
+        while run.process.poll() is None:  # again and again: a store between two makes it whole
+            for shard in scratch.glob(f"*/{Buffer.EXP_AVG}/c/0"):
+                with suppress(FileNotFoundError):
+                    os.truncate(shard, 4096)
+        assert run.finish() == 1
+        said = re.search(r"^train: failed: load_state\[\d+\] of .* failed in the prefetcher: (.*)$", run.output(), re.M)
+        assert said is not None and str(scratch) in said[1], run.output()
+        assert "Traceback" not in run.output()
+    with running(recipe, run_dir) as run:
         assert run.finish() == 0, run.output()
     assert_same_state(run_dir / "checkpoints" / f"step-{STEPS:06}", undisturbed / "checkpoints" / f"step-{STEPS:06}")
 

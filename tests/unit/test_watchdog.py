@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pipeline.call_states import ACTORS, Call, CallState, at, lost
+from pipeline.call_states import ACTORS, Call, CallState, at, failed, lost
 from pipeline.step.operations import Key, Op
 from pipeline.watchdog import FIRST_S, LEAST_S, Patience
 from tasks.vigil import Vigil
@@ -78,6 +78,18 @@ def test_a_dead_actor_was_lost_at_its_first_call_without_a_result() -> None:
     assert str(lost(calls, "compute")) == "forward[1] of step 7"
     assert lost(calls, "prefetcher") is None
     assert str(call(Op.EVALUATE, -1, PENDING, step=-1)) == "evaluate of an evaluation"
+
+
+def test_an_error_is_of_the_call_that_waited_for_no_failed_one() -> None:
+    forward = Key(Op.FORWARD, 1)
+    calls = [
+        call(Op.UPDATE, 1, FAILED, (7, forward)),
+        call(Op.FORWARD, 0, DONE),
+        call(Op.FORWARD, 1, FAILED, (7, Key(Op.FORWARD, 0))),
+        call(Op.BACKWARD, 1, PENDING, (7, forward)),
+    ]
+    assert str(failed(calls)) == "forward[1] of step 7"
+    assert failed([call(Op.FORWARD, 0, PENDING)]) is None
 
 
 def test_every_operation_has_an_actor() -> None:
