@@ -24,6 +24,8 @@ from tiers.shards import FileRecord, parse_index
 from tiers.store_metadata import FORMAT_VERSION, PROJECT_VERSION, read_shard_label
 
 MANIFEST_NAME = "manifest.json"
+_SUM = b'{"crc32c": '
+"""How the first line begins that holds the sum of all lines after it: a flipped byte in a recipe is still a recipe."""
 _STRICT = ConfigDict(strict=True, frozen=True, extra="forbid")
 Count = Annotated[int, Field(ge=0)]
 
@@ -65,6 +67,8 @@ class Manifest(BaseModel):
     """The content of manifest.json."""
 
     model_config = _STRICT
+    crc32c: Count | None = None
+    """Of all that follows its line in the file; None where a version before 2026-12 wrote it."""
     format_version: int = FORMAT_VERSION
     project_version: str = PROJECT_VERSION
     created: datetime
@@ -98,14 +102,15 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     Raises:
         OSError: The disk refuses.
     """
-    replace_file(directory / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
+    rest = manifest.model_dump_json(indent=1, exclude={"crc32c"}).encode().removeprefix(b"{\n")
+    replace_file(directory / MANIFEST_NAME, b"%s%d,\n%s" % (_SUM, crc32c(rest), rest))
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read and validate a manifest; the files are not looked at.
 
     Raises:
-        CheckpointError: It is missing, unreadable, of a newer format, or breaks the schema.
+        CheckpointError: It is missing, unreadable, damaged, of a newer format, or breaks the schema.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -120,6 +125,9 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path} has format version {version!r}, this is version {FORMAT_VERSION} (project {PROJECT_VERSION}); "
             "use the project version that wrote it, or a later one"
         )
+    first, _, rest = content.partition(b"\n")
+    if first.startswith(_SUM) and first != b"%s%d," % (_SUM, crc32c(rest)):
+        raise CheckpointError(f"{path} has another crc32c than its first line says; use an earlier checkpoint")
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as error:

@@ -253,7 +253,9 @@ def some_damage(data: st.DataObject, whole: bytes) -> bytes:
 def test_a_damaged_manifest_is_passed_over_or_refused(run_dir: Path, data: st.DataObject) -> None:
     path = run_dir / "checkpoints" / "step-000002" / MANIFEST_NAME
     whole = path.read_bytes()
-    content = some_damage(data, whole)
+    # Without the sum of itself, as earlier versions wrote it: what is damaged then reaches every check behind the sum.
+    unsummed = b"{\n" + whole.partition(b"\n")[2]
+    content = some_damage(data, data.draw(st.sampled_from([whole, unsummed])))
     path.write_bytes(content)
     try:
         newest, skipped = newest_complete(run_dir)

@@ -34,8 +34,11 @@ def checkpoint(tmp_path: Path, io: DirectIO) -> Path:
 
 
 def change(directory: Path, **changes: Any) -> None:
+    """Rewrite the manifest without the sum of itself, as earlier versions did."""
     path = directory / MANIFEST_NAME
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    content: dict[str, Any] = json.loads(path.read_text()) | changes
+    del content["crc32c"]
+    path.write_text(json.dumps(content))
 
 
 def test_a_manifest_is_read_as_it_was_written(checkpoint: Path) -> None:
@@ -46,6 +49,19 @@ def test_a_manifest_is_read_as_it_was_written(checkpoint: Path) -> None:
     } - {MANIFEST_NAME}
     assert (checkpoint / MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
     assert verify(checkpoint, deep=False) == verify(checkpoint, deep=True) == []
+
+
+def test_any_flipped_byte_of_a_manifest_is_found_and_one_of_an_earlier_version_read(checkpoint: Path) -> None:
+    path = checkpoint / MANIFEST_NAME
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(CheckpointError):
+            read_manifest(checkpoint)
+    path.write_bytes(whole)
+    intact = read_manifest(checkpoint)
+    change(checkpoint)
+    assert read_manifest(checkpoint) == intact.model_copy(update={"crc32c": None})
 
 
 def test_a_newer_format_is_refused_with_both_versions(checkpoint: Path) -> None:
