@@ -1,10 +1,12 @@
-"""Why the compute lane stood idle in a step: a pure reading of the spans that the lanes recorded."""
+"""Why and where the compute lane stood idle in a step: a pure reading of the spans that the lanes recorded."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pipeline.messages import Lane, LaneSpan
 
@@ -40,7 +42,7 @@ def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> Stalls
         start_s: Begin of the window, `time.monotonic()`.
         end_s: Its end.
     """
-    spans = sorted(spans, key=lambda span: span.start_s)
+    spans = sorted(spans, key=_start)
     compute = [span for span in spans if span.lane is Lane.COMPUTE and start_s <= span.start_s <= end_s]
     causes = {"load": 0.0, "stage": 0.0, "update": 0.0, "control": 0.0}
     idle_from = start_s
@@ -50,6 +52,30 @@ def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> Stalls
                 causes[cause] += seconds
         idle_from = max(idle_from, span.end_s)
     return Stalls(**causes)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between two operations that follow each other on the compute lane."""
+
+    before: str
+    after: str
+    seconds: float
+    """All of them together."""
+
+
+def longest_gaps(spans: Iterable[LaneSpan], start_s: float, end_s: float, count: int) -> tuple[Gap, ...]:
+    """Where between two times the compute lane waited longest, the same pair of operations of every step together."""
+    compute = sorted((s for s in spans if s.lane is Lane.COMPUTE and start_s <= s.start_s <= end_s), key=_start)
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for before, after in pairwise(compute):
+        seconds[before.name, after.name] += max(0.0, after.start_s - before.end_s)
+    gaps = (Gap(*names, total) for names, total in seconds.items() if total > 0.0)
+    return tuple(sorted(gaps, key=lambda gap: -gap.seconds)[:count])
+
+
+def _start(span: LaneSpan) -> float:
+    return span.start_s
 
 
 def _split(spans: list[LaneSpan], late: LaneSpan, idle_from: float) -> list[tuple[str, float]]:

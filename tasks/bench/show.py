@@ -44,6 +44,8 @@ def _step(steps: StepReport, roof: RoofReport | None) -> None:
     print("busy          " + ", ".join(f"{lane} {share:.0%}" for lane, share in sorted(steps.lanes.items())))
     stalls = dataclasses.asdict(steps.stalls).items()
     print("stalls        " + ", ".join(f"{cause} {shown_duration(seconds)}" for cause, seconds in stalls))
+    for gap in steps.gaps:
+        print(f"idle          {shown_duration(gap.seconds)} a step from {gap.before} to {gap.after}")
     print(f"updates       {steps.update_gparams_per_s:.2f} Gparam/s while at work")
     host = f"{shown_bytes(steps.host_bytes)} ({steps.host_bytes / steps.parameters:.2f} bytes a parameter)"
     print(f"memory        device peak {shown_bytes(steps.gpu_peak_bytes)}, host {host}")

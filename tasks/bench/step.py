@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -16,7 +16,7 @@ from pipeline.families.flops import model_flops_per_token
 from pipeline.lanes import busy_shares
 from pipeline.messages import Lane, LaneSpan
 from pipeline.placement import Placement
-from pipeline.stalls import Stalls, stalls_of
+from pipeline.stalls import Gap, Stalls, longest_gaps, stalls_of
 from tasks.bench.crew import bench_crew
 from tasks.bench.stepper import WARM_UP_STEPS, Stepper
 from tasks.preparation import Preparation
@@ -25,6 +25,7 @@ from tiers.host_memory import available_host_bytes
 from tiers.layout import ArenaMap
 
 MIB = 2**20
+SHOWN_GAPS = 5
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class StepReport:
     """Busy share of each lane."""
     stalls: Stalls
     """Seconds a step."""
+    gaps: tuple[Gap, ...]
+    """Where the compute lane waits longest, seconds a step."""
     update_gparams_per_s: float
     """Of all optimizer actors together, while they work."""
     gpu_peak_bytes: int
@@ -98,6 +101,7 @@ def measure_steps(
     step_s = statistics.median(step_s_all)
     tokens = recipe.train.sequences_per_step * recipe.train.sequence_length
     stalls = stalls_of(spans, start_s, end_s)
+    gaps = longest_gaps(spans, start_s, end_s, SHOWN_GAPS)
     return StepReport(
         parameters=model.num_parameters,
         tokens=tokens,
@@ -107,6 +111,7 @@ def measure_steps(
         model_tflops=model_flops_per_token(preparation.spec, recipe.train.sequence_length) * tokens / step_s / 1e12,
         lanes={str(lane): share for lane, share in busy_shares(spans, start_s, end_s).items()},
         stalls=Stalls(*(value / steps for value in (stalls.load, stalls.stage, stalls.update, stalls.control))),
+        gaps=tuple(replace(gap, seconds=gap.seconds / steps) for gap in gaps),
         update_gparams_per_s=_update_rate(spans, _updated_on_host(placement), len(submitted)),
         gpu_peak_bytes=max(result.gpu_peak_bytes for result in results),
         compiled_graphs=results[-1].compiled_graphs,

@@ -39,6 +39,7 @@ def report(step_s: float, host_bytes: int) -> StepReport:
         model_tflops=1.0,
         lanes={"compute": 0.5, "update": 0.1},
         stalls=Stalls(),
+        gaps=(),
         update_gparams_per_s=1.0,
         gpu_peak_bytes=0,
         compiled_graphs=0,

@@ -29,6 +29,7 @@ STEP = StepReport(
     model_tflops=300.0,
     lanes={},
     stalls=Stalls(update=0.25),
+    gaps=(),
     update_gparams_per_s=1.0,
     gpu_peak_bytes=GIB,
     compiled_graphs=4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.messages import Lane, LaneSpan
-from pipeline.stalls import stalls_of
+from pipeline.stalls import Gap, longest_gaps, stalls_of
 
 
 def span(name: str, lane: Lane, start_s: float, end_s: float) -> LaneSpan:
@@ -75,3 +75,18 @@ def test_an_update_that_waited_for_the_drive_is_a_load_stall_also_while_its_slot
     ]
     stalls = stalls_of(spans, 0.0, 5.0)
     assert (stalls.load, stalls.update, stalls.stage, stalls.control) == pytest.approx((3.0, 0.5, 0.25, 0.0))
+
+
+def test_gaps_between_the_same_operations_of_every_step_are_one_and_the_longest_come_first() -> None:
+    spans = [
+        span(name, Lane.COMPUTE, step + start_s, step + end_s)
+        for step in (0.0, 8.0)
+        for name, start_s, end_s in (("forward[0]", 0.0, 1.0), ("head", 1.5, 3.0), ("backward[0]", 3.0, 4.0))
+    ]
+    spans.append(span("stage[0]", Lane.H2D, 1.0, 1.5))
+    assert longest_gaps(spans, 0.0, 16.0, count=9) == (
+        Gap("backward[0]", "forward[0]", 4.0),
+        Gap("forward[0]", "head", 1.0),
+    )
+    assert longest_gaps(spans, 0.0, 16.0, count=1) == (Gap("backward[0]", "forward[0]", 4.0),)
+    assert longest_gaps(spans, 0.0, 8.0, count=9)[0] == Gap("backward[0]", "forward[0]", 4.0)
