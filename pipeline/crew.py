@@ -24,9 +24,9 @@ from pipeline.errors import ActorLostError
 from pipeline.families import ModelSpec
 from pipeline.messages import Lane, LaneSpan
 from pipeline.updates.optimizer_pool import OptimizerActor, OptimizerSettings
+from tiers.arena_map import ArenaMap, TierPlan
 from tiers.arena_users import ArenaIdentity
 from tiers.host_memory import require_host_memory
-from tiers.layout import ArenaMap, TierPlan
 from tiers.parameter_tier import ParameterTierActor
 from tiers.prefetcher import PrefetcherActor
 from tiers.quantities import shown_bytes

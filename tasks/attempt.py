@@ -28,7 +28,7 @@ from tasks.run_log import RunFacts, RunLog
 from tasks.stop_signals import StopSignals
 from tasks.training import Ending, Training
 from tasks.vigil import Vigil
-from tiers.layout import ArenaMap
+from tiers.arena_map import ArenaMap
 
 
 @dataclass(frozen=True)

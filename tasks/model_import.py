@@ -28,20 +28,12 @@ from tasks.checkpointing import LIBRARIES
 from tasks.hf_companions import GENERATION_FILES, TOKENIZER_FILES, companion_files
 from tasks.hf_directory import CONFIG
 from tiers.arena import Arena
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.checkpoint import CheckpointWriter, begin, required_bytes
 from tiers.direct_io import DirectIO
 from tiers.durable_files import new_directory, sync_file
 from tiers.errors import TierError
-from tiers.layout import (
-    ArenaMap,
-    Buffer,
-    LayerHome,
-    ModelLayout,
-    Precision,
-    TierPlan,
-    buffer_types,
-    stored_buffers,
-)
+from tiers.layout import Buffer, ModelLayout, Precision, buffer_types, stored_buffers
 from tiers.manifest import Facts, SavedPosition
 from tiers.preflight import check_free_bytes, nearest_existing, preflight
 from tiers.quantities import shown_duration

@@ -21,12 +21,13 @@ from pathlib import Path
 
 from cluster.command_line import CommandParser, count, not_negative
 from pipeline.errors import PipelineError
+from pipeline.machine_memory import MachineMemory
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
 from pipeline.prediction.costs import CostModel
 from pipeline.prediction.hardware import Hardware, find_hardware, load_hardware
 from pipeline.prediction.simulate import simulate
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.recipe_placement import MachineMemory, notes_of, place_recipe, planned_only, request_of, shape_of
+from pipeline.recipe_placement import notes_of, place_recipe, planned_only, request_of, shape_of
 from tasks.checkpoint_room import RunDisk, checkpoint_figures
 from tasks.data.settings import DataError
 from tasks.data.sources import find_files

@@ -10,7 +10,7 @@ from pipeline.placement import Placement
 from pipeline.prediction.simulate import Prediction
 from tasks.checkpoint_room import CheckpointFigures
 from tasks.plan_advice import Advice
-from tiers.layout import LayerHome
+from tiers.arena_map import LayerHome
 
 SECONDS_A_DAY = 86_400
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from pipeline.compute.settings import ComputeSettings
 from pipeline.crew import CrewSettings, default_optimizer_actors
 from pipeline.families import ModelSpec
+from pipeline.machine_memory import MachineMemory
 from pipeline.memory.footprint import GIB
 from pipeline.placement import Placement, preflight
 from pipeline.recipe import Recipe
 from pipeline.recipe_limits import check_threads
-from pipeline.recipe_placement import MachineMemory, place_recipe, shape_of, spec_of
+from pipeline.recipe_placement import place_recipe, shape_of, spec_of
 from pipeline.updates.optimizer_pool import OptimizerSettings
 from tasks.data.dataset import PackedDataset, open_dataset
 from tasks.data.settings import DataSettings

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tiers.arena_map import Extent
 from tiers.errors import HostMemoryError, TierError
 from tiers.host_memory import available_host_bytes, require_host_memory
-from tiers.layout import PAGE_BYTES, Extent, round_up
+from tiers.layout import PAGE_BYTES, round_up
 from tiers.quantities import shown_bytes
 
 __all__ = ["Arena", "ArenaHandle", "available_host_bytes", "populate"]

@@ -14,7 +14,8 @@ from functools import partial
 import numpy as np
 
 from tiers.arena import Arena
-from tiers.layout import ArenaMap, InitKind, LayerLayout, TensorSpec
+from tiers.arena_map import ArenaMap
+from tiers.layout import InitKind, LayerLayout, TensorSpec
 from tiers.master import Float32Array, LayerState
 
 BLOCK_ELEMENTS = 2**20

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.arena import Arena
-from tiers.layout import ArenaMap, Buffer, LayerLayout, Precision
+from tiers.arena_map import ArenaMap
+from tiers.layout import Buffer, LayerLayout, Precision
 
 Float32Array = npt.NDArray[np.float32]
 HighArray = npt.NDArray[np.uint16]

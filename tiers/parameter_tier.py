@@ -10,7 +10,7 @@ import ray
 from ray.actor import ActorClass
 
 from tiers.arena import Arena, ArenaHandle
-from tiers.layout import ArenaMap, TierPlan
+from tiers.arena_map import ArenaMap, TierPlan
 from tiers.quantities import shown_bytes, shown_duration
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+from tiers.arena_map import LayerHome
 from tiers.errors import TierError
-from tiers.layout import LayerHome
 
 
 class Residency(StrEnum):

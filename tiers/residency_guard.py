@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tiers.layout import LayerHome
+from tiers.arena_map import LayerHome
 from tiers.residency import Move, Part, Residency, ResidencyTable
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.arena import Arena
+from tiers.arena_map import ArenaMap
 from tiers.errors import ImportedTensorError, ShardError
-from tiers.layout import ArenaMap, LayerKind, LayerLayout, ModelLayout, TensorSpec
+from tiers.layout import LayerKind, LayerLayout, ModelLayout, TensorSpec
 from tiers.master import Float32Array, LayerState, bfloat16_to_float32
 from tiers.safetensors_directory import listed, read_directory
 from tiers.safetensors_header import StoredTensor

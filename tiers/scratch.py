@@ -9,9 +9,10 @@ import os
 import shutil
 from pathlib import Path
 
+from tiers.arena_map import TierPlan
 from tiers.durable_files import FILE_MODE, make_directory
 from tiers.errors import ShardError
-from tiers.layout import Buffer, TierPlan, buffer_types, state_buffers, stored_buffers
+from tiers.layout import Buffer, buffer_types, state_buffers, stored_buffers
 from tiers.shards import ShardGeometry
 
 SCRATCH_NAME = "megatrain-scratch"

@@ -28,7 +28,8 @@ from pipeline.compute.template import compiled_graphs
 from pipeline.families import ModelSpec
 from pipeline.messages import Batch, LaneSpan, LossSum, StepControl, StepResult
 from tiers.arena import Arena
-from tiers.layout import PAGE_BYTES, ArenaMap, Buffer, ElementType, Extent, round_up, state_buffers
+from tiers.arena_map import ArenaMap, Extent
+from tiers.layout import PAGE_BYTES, Buffer, ElementType, round_up, state_buffers
 from tiers.parameter_tier import TierHandle
 
 __all__ = ["Compute", "ComputeActor", "ComputeSettings"]

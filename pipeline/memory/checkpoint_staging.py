@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from pipeline.memory.host_footprint import staging_terms
 from pipeline.memory.placement_request import Placement
-from tiers.layout import TierPlan, buffer_types, stored_buffers
+from tiers.arena_map import TierPlan
+from tiers.layout import buffer_types, stored_buffers
 from tiers.staging import BLOCK_BYTES
 
 LARGEST_SHARE = 0.5

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tiers.layout import LayerHome
+from tiers.arena_map import LayerHome
 
 KEPT_SHARE = 0.7
 """Of what a compiled layer would keep for the fastest backward, the most that it keeps: no normalised input and no

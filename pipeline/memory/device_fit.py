@@ -9,7 +9,8 @@ from pipeline.memory.device_footprint import device_terms
 from pipeline.memory.footprint import Term, total
 from pipeline.memory.placement_request import PlacementRequest
 from pipeline.step.layer_groups import LayerGroups
-from tiers.layout import LayerHome, LayerKind, ModelLayout
+from tiers.arena_map import LayerHome
+from tiers.layout import LayerKind, ModelLayout
 
 
 def spilled_boundaries(request: PlacementRequest, gpu_bytes: int) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tiers.layout import LayerHome, LayerKind, LayerLayout, ModelLayout
+from tiers.arena_map import LayerHome
+from tiers.layout import LayerKind, LayerLayout, ModelLayout
 
 MOST_MIXED = 8
 """Layers at most whose weights spill before all state has: beyond that many another layer's state takes less."""

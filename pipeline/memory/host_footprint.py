@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from pipeline.memory.footprint import MIB, Place, Term, total
 from pipeline.memory.shapes import ProcessShape
-from tiers.layout import ArenaMap, Buffer, Extent, TierPlan, state_buffers
+from tiers.arena_map import ArenaMap, Extent, TierPlan
+from tiers.layout import Buffer, state_buffers
 
 COMPILER_WORKERS = 4
 """Processes that compile kernels at the first step. Inductor's own number is that of the cores: each takes host memory

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pipeline.memory.footprint import Place, Term, total
 from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
 from pipeline.schedule import SchedulePlan
-from tiers.layout import ArenaMap, Buffer, ElementType, ModelLayout, TierPlan, buffer_types
+from tiers.arena_map import ArenaMap, TierPlan
+from tiers.layout import Buffer, ElementType, ModelLayout, buffer_types
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,16 +23,8 @@ from pipeline.memory.host_footprint import arena_terms, process_terms, stand_in_
 from pipeline.memory.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
 from pipeline.memory.spill_bytes import all_spill_bytes
 from pipeline.schedule import SchedulePlan
-from tiers.layout import (
-    ArenaMap,
-    Buffer,
-    ElementType,
-    LayerHome,
-    ModelLayout,
-    TierPlan,
-    buffer_types,
-    state_buffers,
-)
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
+from tiers.layout import Buffer, ElementType, ModelLayout, buffer_types, state_buffers
 from tiers.scratch import scratch_bytes
 
 

@@ -27,8 +27,8 @@ from tasks.bench.crew import bench_crew
 from tasks.bench.stepper import WARM_UP_STEPS, Stepper
 from tasks.preparation import Preparation
 from tasks.run_log import held_bytes
+from tiers.arena_map import ArenaMap
 from tiers.checkpoint import begin
-from tiers.layout import ArenaMap
 from tiers.manifest import Facts, SavedPosition
 from tiers.preflight import nearest_existing
 from tiers.quantities import shown_bytes, shown_duration

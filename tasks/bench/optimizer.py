@@ -15,7 +15,8 @@ from pipeline.messages import StepControl
 from pipeline.updates.optimizer_pool import Optimizer, OptimizerSettings
 from tasks.bench.sample import sample_layers
 from tiers.arena import Arena
-from tiers.layout import ArenaMap, Buffer, ElementType, LayerHome, ModelLayout, Precision, TierPlan
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
+from tiers.layout import Buffer, ElementType, ModelLayout, Precision
 from tiers.parameter_tier import ParameterTier, TierHandle
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -19,7 +19,7 @@ from pipeline.schedule import SchedulePlan, build_step
 from pipeline.step.operations import Op, Pass
 from tasks.bench.synthetic import random_batch
 from tasks.preparation import Preparation
-from tiers.layout import LayerHome, TierPlan
+from tiers.arena_map import LayerHome, TierPlan
 from tiers.parameter_tier import ParameterTier
 
 

@@ -21,8 +21,8 @@ from tasks.bench.crew import bench_crew
 from tasks.bench.stepper import WARM_UP_STEPS, Stepper
 from tasks.preparation import Preparation
 from tasks.run_log import held_bytes
+from tiers.arena_map import ArenaMap
 from tiers.host_memory import available_host_bytes
-from tiers.layout import ArenaMap
 
 MIB = 2**20
 SHOWN_GAPS = 5

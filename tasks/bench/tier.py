@@ -24,21 +24,11 @@ import zarr
 
 from tasks.bench.sample import sample_layers
 from tiers.arena import Arena
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.direct_file import DirectMode, preallocate
 from tiers.direct_io import MAX_BLOCK_BYTES
 from tiers.host_memory import shared_memory_has_huge_pages
-from tiers.layout import (
-    PAGE_BYTES,
-    ArenaMap,
-    Buffer,
-    ElementType,
-    LayerHome,
-    ModelLayout,
-    Precision,
-    TierPlan,
-    round_up,
-    stored_buffers,
-)
+from tiers.layout import PAGE_BYTES, Buffer, ElementType, ModelLayout, Precision, round_up, stored_buffers
 from tiers.parameter_tier import ParameterTier
 from tiers.prefetcher import Prefetcher
 from tiers.preflight import preflight

@@ -15,18 +15,16 @@ from pipeline.updates.adamw import OptimizerSettings, Scalars
 from pipeline.updates.optimizer_pool import Optimizer, OptimizerActor, decay_runs, part_of
 from support.masters import master_of
 from tiers.arena import Arena
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.layout import (
-    ArenaMap,
     Buffer,
     ElementType,
     InitKind,
-    LayerHome,
     LayerKind,
     LayerLayout,
     ModelLayout,
     Precision,
     TensorSpec,
-    TierPlan,
     place_tensors,
 )
 from tiers.master import LayerState

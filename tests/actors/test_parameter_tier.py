@@ -11,18 +11,16 @@ import pytest
 import ray
 from ray.actor import ActorClass
 
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.errors import HostMemoryError, TierError
 from tiers.layout import (
-    ArenaMap,
     ElementType,
     InitKind,
-    LayerHome,
     LayerKind,
     LayerLayout,
     ModelLayout,
     Precision,
     TensorSpec,
-    TierPlan,
     place_tensors,
 )
 from tiers.parameter_tier import ParameterTier, ParameterTierActor, TierHandle

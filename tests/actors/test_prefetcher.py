@@ -19,18 +19,10 @@ from safetensors.numpy import save_file
 
 from tests.support.stores import saved_facts, small_model
 from tiers import checkpoint
+from tiers.arena_map import LayerHome, TierPlan
 from tiers.checkpoint import newest_complete
 from tiers.errors import CheckpointError, ShardError, TierError
-from tiers.layout import (
-    Buffer,
-    ElementType,
-    LayerHome,
-    ModelLayout,
-    Precision,
-    TierPlan,
-    state_buffers,
-    stored_buffers,
-)
+from tiers.layout import Buffer, ElementType, ModelLayout, Precision, state_buffers, stored_buffers
 from tiers.manifest import read_manifest, verify
 from tiers.parameter_tier import ParameterTier, ParameterTierActor
 from tiers.prefetcher import Prefetcher, PrefetcherActor

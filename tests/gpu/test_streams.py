@@ -22,7 +22,8 @@ from pipeline.families import load_model_spec, model_layout
 from pipeline.messages import Lane
 from support.local_compute import LR, local_compute
 from support.tiny import random_batch, tiny_config
-from tiers.layout import ElementType, LayerHome, LayerKind, ModelLayout, Precision, TierPlan
+from tiers.arena_map import LayerHome, TierPlan
+from tiers.layout import ElementType, LayerKind, ModelLayout, Precision
 from tiers.parameter_tier import ParameterTier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

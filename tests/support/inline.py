@@ -21,7 +21,8 @@ from pipeline.schedule import SchedulePlan, build_step
 from pipeline.step.operations import Key, Op
 from pipeline.updates.learning_rate import LearningRate
 from pipeline.updates.optimizer_pool import Optimizer, OptimizerSettings
-from tiers.layout import Buffer, ElementType, Precision, TierPlan
+from tiers.arena_map import TierPlan
+from tiers.layout import Buffer, ElementType, Precision
 from tiers.master import join_master
 from tiers.parameter_tier import ParameterTier, TierHandle
 from tiers.prefetcher import Prefetcher

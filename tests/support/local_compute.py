@@ -14,8 +14,9 @@ from pipeline.messages import Batch, LossSum, StepControl, StepResult
 from pipeline.schedule import SchedulePlan, build_evaluation, build_step
 from pipeline.step.operations import Op
 from pipeline.updates.learning_rate import LearningRate
+from tiers.arena_map import ArenaMap, Extent, LayerHome, TierPlan
 from tiers.initialise import initialise_layer
-from tiers.layout import ArenaMap, ElementType, Extent, LayerHome, Precision, TierPlan
+from tiers.layout import ElementType, Precision
 from tiers.parameter_tier import ParameterTier
 
 LR = LearningRate("constant", 1e-3, 0, 100)

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from tiers.arena import Arena, ArenaHandle, populate
+from tiers.arena_map import Extent
 from tiers.errors import HostMemoryError, TierError
-from tiers.layout import ElementType, Extent
+from tiers.layout import ElementType
 
 PAGE = 4096
 REPOSITORY = Path(__file__).parents[2]

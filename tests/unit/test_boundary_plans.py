@@ -20,16 +20,8 @@ from pipeline.prediction.hardware import Device, Hardware, Host, Link
 from pipeline.prediction.placement_choice import choose
 from pipeline.prediction.simulate import simulate
 from pipeline.step.layer_groups import LayerGroups
-from tiers.layout import (
-    ArenaMap,
-    InitKind,
-    LayerKind,
-    LayerLayout,
-    ModelLayout,
-    Precision,
-    TensorSpec,
-    place_tensors,
-)
+from tiers.arena_map import ArenaMap
+from tiers.layout import InitKind, LayerKind, LayerLayout, ModelLayout, Precision, TensorSpec, place_tensors
 
 COMPUTE = ComputeShape(
     hidden_size=2048, intermediate_size=5504, query_size=2048, kv_size=512, head_size=128, vocab_size=32768

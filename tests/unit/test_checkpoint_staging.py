@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.machine_memory import MachineMemory
 from pipeline.memory.checkpoint_staging import with_checkpoint_staging
 from pipeline.memory.footprint import GIB, Place
 from pipeline.memory.host_footprint import CHECKPOINT_STAGING
 from pipeline.placement import Placement, PlacementError
 from pipeline.prediction.hardware import SHIPPED
 from pipeline.recipe import RecipeError, load_recipe
-from pipeline.recipe_placement import MachineMemory, place_recipe, shape_of
+from pipeline.recipe_placement import place_recipe, shape_of
 from tiers.staging import BLOCK_BYTES
 
 RECIPE = SHIPPED.parent / "plan" / "qwen2.5-14b.toml"

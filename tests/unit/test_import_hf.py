@@ -20,9 +20,10 @@ from tasks.model_import import one_layer_plan
 from tasks.model_source import check_source, imported_checkpoint
 from tasks.stored_model import StoredModel
 from tests.support.tiny import tiny_config
+from tiers.arena_map import ArenaMap
 from tiers.checkpoint import newest_complete
 from tiers.errors import CheckpointError
-from tiers.layout import ArenaMap, Precision
+from tiers.layout import Precision
 from tiers.manifest import verify
 
 

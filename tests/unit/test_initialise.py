@@ -9,19 +9,17 @@ import pytest
 
 from support.masters import master_of
 from tiers.arena import Arena
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.initialise import BLOCK_ELEMENTS, draw_block, initialise_layer
 from tiers.layout import (
-    ArenaMap,
     Buffer,
     ElementType,
     InitKind,
-    LayerHome,
     LayerKind,
     LayerLayout,
     ModelLayout,
     Precision,
     TensorSpec,
-    TierPlan,
     place_tensors,
 )
 from tiers.master import LayerState

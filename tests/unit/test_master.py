@@ -10,17 +10,15 @@ from hypothesis import strategies as st
 
 from support.masters import master_of
 from tiers.arena import Arena
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.layout import (
-    ArenaMap,
     ElementType,
     InitKind,
-    LayerHome,
     LayerKind,
     LayerLayout,
     ModelLayout,
     Precision,
     TensorSpec,
-    TierPlan,
     place_tensors,
 )
 from tiers.master import LayerState, join_master, split_master

@@ -14,17 +14,15 @@ from pipeline.memory.host_footprint import arena_terms
 from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
 from pipeline.memory.spill_bytes import all_spill_bytes
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place, preflight, summary
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.layout import (
-    ArenaMap,
     ElementType,
     InitKind,
-    LayerHome,
     LayerKind,
     LayerLayout,
     ModelLayout,
     Precision,
     TensorSpec,
-    TierPlan,
     place_tensors,
 )
 from tiers.scratch import scratch_bytes

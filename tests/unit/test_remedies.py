@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.machine_memory import MachineMemory
 from pipeline.memory.footprint import GIB, Place
 from pipeline.placement import Placement, PlacementError, preflight
 from pipeline.prediction.hardware import SHIPPED
 from pipeline.recipe import RecipeError, load_recipe
-from pipeline.recipe_placement import MachineMemory, place_recipe, shape_of
+from pipeline.recipe_placement import place_recipe, shape_of
 
 RECIPES = SHIPPED.parent / "plan"
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tiers.arena_map import LayerHome
 from tiers.errors import TierError
-from tiers.layout import LayerHome
 from tiers.residency import Move, Part, Residency, ResidencyTable
 
 NVME = LayerHome(weight_slot=0, state_slot=0)

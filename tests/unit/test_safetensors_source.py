@@ -17,18 +17,16 @@ from safetensors.torch import save_file
 from support.masters import master_of
 from tiers import safetensors_source
 from tiers.arena import Arena
+from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.errors import ImportedTensorError, ShardError
 from tiers.layout import (
-    ArenaMap,
     ElementType,
     InitKind,
-    LayerHome,
     LayerKind,
     LayerLayout,
     ModelLayout,
     Precision,
     TensorSpec,
-    TierPlan,
     place_tensors,
 )
 from tiers.master import LayerState
