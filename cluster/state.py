@@ -90,7 +90,7 @@ class StateDirectory:
             for name in ("temp_dir", "token_path"):
                 record[name] = Path(record[name])
             return HeadState(**record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ClusterError(
                 f"{self._file} is not the state of a head ({error}); look for its processes and remove it by hand"
             ) from error

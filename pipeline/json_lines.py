@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tiers.durable_files import FILE_MODE, make_directory, replace_file
+from tiers.parsing import parse_json
 
 
 class JsonLines:
@@ -97,6 +98,6 @@ def _drop_rows_after(path: Path, step: int) -> int | None:
 def _step_of(line: bytes) -> float:
     """The step of a row; infinity for a line that is none."""
     try:
-        return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+        return int(parse_json(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf

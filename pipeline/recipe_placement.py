@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from pipeline.prediction.placement_choice import micro_batches_of
 from pipeline.recipe import Recipe
 from pipeline.recipe_limits import beyond_positions, check_layers
 from tiers.layout import ModelLayout
+from tiers.parsing import parse_json
 
 
 def spec_of(recipe: Recipe) -> ModelSpec:
@@ -73,8 +73,8 @@ def _config_of(recipe: Recipe) -> Path | dict[str, object]:
     model = recipe.model
     if isinstance(model.config, Path):
         try:
-            config = json.loads(model.config.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            config = parse_json(model.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise UnsupportedModelError(f"model.config: {model.config} cannot be read as JSON: {error}") from error
         if not isinstance(config, dict):
             raise UnsupportedModelError(f"model.config: {model.config} holds no table of fields")

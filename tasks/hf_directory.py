@@ -19,6 +19,7 @@ from tiers.durable_files import new_directory, sync_file
 from tiers.errors import ShardError, TierError
 from tiers.layout import Precision
 from tiers.manifest import verify
+from tiers.parsing import parse_json
 from tiers.preflight import check_free_bytes, nearest_existing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -130,7 +131,7 @@ def source_config(recipe: Recipe) -> dict[str, object]:
     assert origin is not None, "a recipe has a source or a config"
     path = origin / CONFIG if origin.is_dir() or recipe.model.source is not None else origin
     try:
-        config = json.loads(path.read_text())
+        config = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ExportError(
             f"the run's model configuration {path} cannot be read ({error}); put it back, it belongs into the export"

@@ -7,7 +7,6 @@ Exit status: 0, 1 where --verify found damage, 2 where PATH is nothing known.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
@@ -20,6 +19,7 @@ from tasks.stored_model import StoredModel, find_checkpoint
 from tiers.checkpoint import PARTIAL, newest_complete
 from tiers.errors import ShardError, TierError
 from tiers.manifest import MANIFEST_NAME, verify
+from tiers.parsing import parse_json
 from tiers.quantities import shown_bytes
 from tiers.safetensors_directory import INDEX_NAME, read_directory
 from tiers.safetensors_header import read_header
@@ -137,7 +137,9 @@ def hugging_face_lines(directory: Path, *, tensors: bool) -> Iterator[str]:
         numels[tensor.dtype] += math.prod(tensor.shape)
     yield f"Hugging Face {directory.absolute()}"
     try:
-        config = json.loads((directory / "config.json").read_text())
+        config = parse_json((directory / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ShardError(f"{directory / 'config.json'} holds no table of fields")
         yield f"model        {config.get('model_type')}, dtype {config.get('dtype', config.get('torch_dtype'))}"
     except FileNotFoundError:
         yield "model        config.json is missing"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeline.memory.footprint import Place, Term
 from pipeline.placement import Placement
+from tiers.parsing import parse_json
 
 FILE_NAME = "memory.json"
 FORMAT_VERSION = 1
@@ -39,7 +40,7 @@ class MemoryAccount:
         """
         path = run_dir / FILE_NAME
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = parse_json(path.read_text(encoding="utf-8"))
             if fields["format_version"] != FORMAT_VERSION:
                 raise AccountError(f"{FILE_NAME} is of format {fields['format_version']}, not {FORMAT_VERSION}.")
             terms = (
@@ -51,7 +52,7 @@ class MemoryAccount:
             raise AccountError(f"{FILE_NAME} is missing: an older version wrote the run.") from None
         except AccountError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise AccountError(f"{FILE_NAME} cannot be read: {error!r}.") from error
 
     def as_json(self) -> str:

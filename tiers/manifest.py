@@ -5,7 +5,6 @@ The manifest decides, never zarr: a chunk that zarr finds absent reads as zeros 
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -20,6 +19,7 @@ from tiers.direct_io import DirectIO
 from tiers.durable_files import replace_file
 from tiers.errors import CheckpointError, ShardError
 from tiers.layout import Precision
+from tiers.parsing import parse_json
 from tiers.shards import FileRecord, parse_index
 from tiers.store_metadata import FORMAT_VERSION, PROJECT_VERSION, read_shard_label
 
@@ -115,7 +115,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     try:
         content = path.read_bytes()
-        version = json.loads(content)["format_version"]
+        version = parse_json(content)["format_version"]
     except FileNotFoundError:
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: it was never completed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

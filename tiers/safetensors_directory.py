@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path, PurePosixPath
 
 from tiers.errors import ImportedTensorError, ShardError
+from tiers.parsing import parse_json
 from tiers.safetensors_header import StoredTensor, read_header
 
 SINGLE_NAME = "model.safetensors"
@@ -68,7 +68,7 @@ def listed(names: list[str], limit: int = 8) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ShardError(f"cannot read {path} ({path.stat().st_size} bytes): no JSON with a weight_map") from error
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

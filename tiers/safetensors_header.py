@@ -6,7 +6,6 @@ Nothing here unpickles.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from tiers.errors import ShardError
+from tiers.parsing import parse_json
 
 LENGTH_BYTES = 8
 
@@ -58,7 +58,7 @@ def read_header(path: Path) -> list[StoredTensor]:
         text = file.read(data_start - LENGTH_BYTES)
     try:
         tensors = [
-            _stored(path, name, entry, data_start) for name, entry in json.loads(text).items() if name != "__metadata__"
+            _stored(path, name, entry, data_start) for name, entry in parse_json(text).items() if name != "__metadata__"
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardError(
@@ -97,9 +97,10 @@ def _stored(path: Path, name: str, entry: dict[str, object], data_start: int) ->
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
         raise ValueError(f"tensor {name} has no shape or no pair of offsets")
-    begin, end = (int(offset) for offset in offsets)
-    shape = tuple(int(size) for size in shape)
-    return StoredTensor(name, path, str(entry["dtype"]), shape, data_start + begin, end - begin)
+    if not all(isinstance(number, int) for number in (*shape, *offsets)):
+        raise ValueError(f"tensor {name} has a size or an offset that is no whole number")
+    begin, end = offsets
+    return StoredTensor(name, path, str(entry["dtype"]), tuple(shape), data_start + begin, end - begin)
 
 
 def _one_line(error: Exception) -> str:

@@ -21,6 +21,7 @@ from zarr.storage import MemoryStore
 
 from tiers.errors import ShardError
 from tiers.layout import Buffer, LayerLayout, ModelLayout, Precision, buffer_types
+from tiers.parsing import parse_json
 from tiers.shards import ShardGeometry, ShardLabel, TensorSpan
 
 FORMAT_VERSION = 1
@@ -134,7 +135,7 @@ def read_shard_label(shard: Path, chunk_bytes: int) -> ShardLabel:
 
 def _read_json(path: Path) -> dict[str, object]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ShardError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):

@@ -17,6 +17,7 @@ from pipeline.families.attention import ATTENTION_NAME
 from pipeline.families.refusals import refusals
 from pipeline.families.registry import FAMILIES, PLANNED_ONLY
 from tiers.layout import Precision
+from tiers.parsing import parse_json
 
 CONFIG_FILE = "config.json"
 
@@ -117,7 +118,7 @@ def read_config(directory: Path) -> dict[str, object]:
     """
     path = directory / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if directory.is_dir():
             what = f"no {CONFIG_FILE}; a model is a directory as `save_pretrained` writes it"
@@ -126,7 +127,7 @@ def read_config(directory: Path) -> dict[str, object]:
                 "no such directory. Nothing is downloaded here: `hf download NAME --local-dir DIRECTORY` gets a model"
             )
         raise UnsupportedModelError(f"{directory}: {what}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise UnsupportedModelError(f"{path}: holds a {type(config).__name__}, not a table of fields")

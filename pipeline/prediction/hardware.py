@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,8 @@ import tomli_w
 from annotated_types import Ge, Gt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+
+from tiers.parsing import parse_toml
 
 GIB = 2**30
 _CLOSED = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -130,13 +131,13 @@ def load_hardware(path: Path) -> Hardware:
         HardwareError: It cannot be read, is no TOML, or has missing, unknown or impossible values.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         shipped = ", ".join(sorted(each.stem for each in SHIPPED.glob("*.toml")))
         raise HardwareError(
             f"{path}: no such hardware file; `tasks.probe --out FILE` makes one; shipped: {shipped}"
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise HardwareError(f"{path}: cannot be read as TOML: {error}") from error
     try:
         return _ADAPTER.validate_python(values)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import ValidationError
 from pipeline.recipe.errors import Problem, RecipeError, problems_of, raise_problems
 from pipeline.recipe.resolved import Recipe
 from pipeline.recipe.words import shown
+from tiers.parsing import MAX_DEPTH, parse_toml
 
 _PATH_KEYS = {
     "run.dir": (),
@@ -136,8 +136,8 @@ def _read(path: Path) -> str:
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return parse_toml(text)
+    except ValueError as error:
         raise RecipeError(f"{source}: is not TOML: {error}") from None
 
 
@@ -154,7 +154,7 @@ def _override(values: dict[str, Any], override: str) -> Problem | None:
     """Apply one `section.key=value` to `values`."""
     key, equals, text = (part.strip() for part in override.partition("="))
     parts = key.split(".")
-    if not equals or len(parts) < 2 or not all(parts):
+    if not equals or not 2 <= len(parts) <= MAX_DEPTH or not all(parts):
         return Problem(f"--set {override}", "must have the form section.key=value")
     table: Any = values
     for part in parts[:-1]:
@@ -170,8 +170,8 @@ def _override(values: dict[str, Any], override: str) -> Problem | None:
 
 def _override_value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     value = parsed["value"]
     return text if len(parsed) > 1 or isinstance(value, datetime.date | datetime.time) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 from tasks.data.rows import RowTally, TextRow, TokenBlock, describe_row
 from tasks.data.settings import DataSettings
 from tasks.data.sources import SourceFile
+from tiers.parsing import parse_json
 
 TEXT_PIECE_BYTES = 4 << 20
 """Larger texts are tokenised in pieces of about this size, so that memory does not grow with a file."""
@@ -113,7 +113,7 @@ def _read_line(
 ) -> TextRow | TokenBlock | None:
     place = describe_row(files, file, number)
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError as error:  # also UnicodeDecodeError
         tally.bad("not a line of JSON", place, str(error))
         return None

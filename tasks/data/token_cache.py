@@ -29,6 +29,7 @@ from pipeline.messages import IGNORED
 from tasks.data.rows import Int64Array, TokenBlock
 from tasks.data.settings import DataError
 from tiers.durable_files import FILE_MODE, make_directory, naming, sync_directory, write_file
+from tiers.parsing import parse_json
 
 FORMAT_VERSION = 2
 """2: the header has a checksum of the labels, and tells bytes from other tokens."""
@@ -96,7 +97,7 @@ def storage_dtype(vocab_size: int) -> np.dtype[Any]:
 def open_cache(directory: Path) -> TokenCache | None:
     """Open a complete cache, or give None where there is none of this format or a file has another size."""
     try:
-        fields = json.loads((directory / "header.json").read_text())
+        fields = parse_json((directory / "header.json").read_text(encoding="utf-8"))
         if fields.get("format_version") != FORMAT_VERSION:
             return None
         fields["files"] = tuple(fields["files"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_left
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tiers.parsing import parse_json
 
 METRICS, EVALUATIONS, EVENTS, RECIPE = "metrics.jsonl", "evaluation.jsonl", "events.jsonl", "recipe.toml"
 
@@ -105,7 +106,7 @@ def rows_of(path: Path, record: RunRecord, around: tuple[int, int] | None = None
             if around is not None and (match := _STEP.match(line)) and not around[0] <= int(match[1]) <= around[1]:
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 valid = isinstance(row["step"], int)
             except (ValueError, KeyError, TypeError):
                 valid = False
