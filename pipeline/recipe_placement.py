@@ -17,8 +17,10 @@ from pipeline.memory.host_footprint import staging_terms
 from pipeline.memory.shapes import ComputeShape, ProcessShape, StepShape
 from pipeline.placement import Placement, PlacementError, PlacementRequest, Room, place
 from pipeline.prediction.assumed_hardware import assumed_hardware
+from pipeline.prediction.costs import CostModel
 from pipeline.prediction.hardware import Hardware
 from pipeline.prediction.placement_choice import micro_batches_of
+from pipeline.prediction.simulate import Prediction, simulate
 from pipeline.recipe import Recipe
 from pipeline.recipe_limits import beyond_positions, check_layers
 from tiers.layout import ModelLayout
@@ -153,6 +155,12 @@ def place_recipe(
             f"{error}. checkpoint.staging_gib = {recipe.checkpoint.staging_gib} is taken off host memory; lower it"
         ) from error
     return with_checkpoint_staging(placement, asked)
+
+
+def predict(recipe: Recipe, placement: Placement, hardware: Hardware) -> Prediction:
+    """Predict the step of a placed recipe on a machine whose rates are known."""
+    _, compute = shape_of(recipe)
+    return simulate(CostModel(placement, compute, placement.step, hardware))
 
 
 def staging_of(recipe: Recipe) -> int | None:

@@ -16,6 +16,7 @@ from pipeline.families import ModelSpec
 from pipeline.machine_memory import MachineMemory
 from pipeline.memory.footprint import GIB
 from pipeline.placement import Placement, preflight
+from pipeline.prediction.hardware import Hardware
 from pipeline.recipe import Recipe
 from pipeline.recipe_limits import check_threads
 from pipeline.recipe_placement import place_recipe, shape_of, spec_of
@@ -42,8 +43,12 @@ class Preparation:
     crew: CrewSettings
 
 
-def prepare(recipe: Recipe) -> Preparation:
+def prepare(recipe: Recipe, hardware: Hardware | None = None) -> Preparation:
     """Vet the model and place it on this machine.
+
+    Args:
+        recipe: What is to be trained.
+        hardware: The machine's rates, by which the plan chooses; None assumes those of its kind.
 
     Raises:
         UnsupportedModelError, ShardError, ImportedTensorError, CheckpointError: The model cannot be read or trained.
@@ -55,7 +60,7 @@ def prepare(recipe: Recipe) -> Preparation:
     shape = shape_of(recipe)
     if recipe.model.source is not None:
         check_source(recipe.model.source, shape[0], recipe.run.dir)
-    placement = place_recipe(recipe, shape, machine, optimizer_actors=actors)
+    placement = place_recipe(recipe, shape, machine, optimizer_actors=actors, hardware=hardware)
     recipe = recipe.with_micro_batch(placement.step.micro_batch).with_memory(
         mlp_chunk_tokens=placement.mlp_chunk_tokens,
         # On the CPU a kept layer sums as a recomputed one.

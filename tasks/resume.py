@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.placement import PlacementError
+from pipeline.prediction.hardware import Hardware
 from pipeline.recipe import Recipe, differences, parse_recipe
 from tasks.checkpointing import Progress
 from tasks.data.dataset import PackedDataset
@@ -97,7 +98,9 @@ def keep_choices(recipe: Recipe, checkpoint: Path) -> Recipe:
     return recipe.with_memory(**kept)
 
 
-def prepare_resumed(recipe: Recipe, resume: ResumePoint, say: Callable[[str], None]) -> Preparation:
+def prepare_resumed(
+    recipe: Recipe, resume: ResumePoint, say: Callable[[str], None], hardware: Hardware | None = None
+) -> Preparation:
     """Prepare a recipe that goes on from a checkpoint with its choices, and say what rounds otherwise all the same.
 
     Raises:
@@ -105,7 +108,7 @@ def prepare_resumed(recipe: Recipe, resume: ResumePoint, say: Callable[[str], No
     """
     kept = keep_choices(recipe, resume.directory)
     try:
-        preparation = prepare(kept)
+        preparation = prepare(kept, hardware)
     except PlacementError as error:
         # Of kept layers it takes as many as fit.
         chosen = [each for each in differences(recipe, kept) if each.key != "memory.kept_layers"]

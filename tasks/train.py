@@ -1,6 +1,9 @@
 """Trains a model as a recipe says.
 
-    python -m tasks.train RECIPE.toml [--set section.key=value ...]
+    python -m tasks.train RECIPE.toml [--hardware FILE] [--set section.key=value ...]
+
+What the plan chooses by predicted time goes by the rates in --hardware (a file of `tasks.probe`, or a shipped one's
+name), else by those of the shipped machine that is most like this one.
 
 Inside a Ray job, or with RAY_ADDRESS, it joins that cluster; otherwise it starts an embedded Ray for itself.
 
@@ -33,8 +36,9 @@ from cluster.join import connect, require_resources
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Place
 from pipeline.placement import summary
+from pipeline.prediction.hardware import Hardware, find_hardware, load_hardware
 from pipeline.recipe import load_recipe, recipe_toml
-from pipeline.recipe_placement import notes_of
+from pipeline.recipe_placement import notes_of, predict
 from tasks.attempt import Launch
 from tasks.checkpoint_room import require_checkpoint_room
 from tasks.failure import explain
@@ -48,6 +52,7 @@ from tasks.stop_signals import StopSignals
 from tasks.training import Ending
 from tiers.errors import TierError
 from tiers.host_memory import SHMEM_HUGE_PAGES, shared_memory_has_huge_pages
+from tiers.quantities import shown_duration
 
 TRAINED, STOPPED = 0, 3
 
@@ -63,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--address", metavar="HOST:PORT", help="of a running Ray head; default: RAY_ADDRESS, else an embedded Ray"
     )
+    parser.add_argument("--hardware", metavar="FILE", help="hardware TOML, or the name of a shipped one")
     parser.add_argument("--dry-run", action="store_true", help="vet everything, say where it would resume, and stop")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -80,8 +86,9 @@ def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
     """Refuse what cannot be trained; nothing but the data cache is written."""
     say = partial(print, flush=True)
     recipe = load_recipe(options.recipe, options.overrides)
+    hardware = None if options.hardware is None else load_hardware(find_hardware(options.hardware))
     resume = find_resume_point(recipe, say)
-    preparation = prepare(recipe) if resume is None else prepare_resumed(recipe, resume, say)
+    preparation = prepare(recipe, hardware) if resume is None else prepare_resumed(recipe, resume, say, hardware)
     recipe, placement = preparation.recipe, preparation.placement
     start = resume.progress.step if resume is not None else 0
     require_checkpoint_room(recipe, placement, start)
@@ -92,11 +99,11 @@ def _vet(options: argparse.Namespace, held: contextlib.ExitStack) -> Launch:
     if resume is not None:
         check_data(recipe, resume, data.training, say)
     launch = Launch(preparation, data, resume, directory)
-    _announce(launch)
+    _announce(launch, hardware)
     return launch
 
 
-def _announce(launch: Launch) -> None:
+def _announce(launch: Launch, hardware: Hardware | None) -> None:
     """Show what is about to happen."""
     preparation, data, resume = launch.preparation, launch.data, launch.resume
     recipe, model = preparation.recipe, preparation.placement.tier.model
@@ -104,6 +111,9 @@ def _announce(launch: Launch) -> None:
     print(f"model: {preparation.spec.model_type}, {model.num_parameters:,} parameters, {len(model.layers) - 2} layers")
     print(f"device: {_device(preparation)}")
     print(f"memory: {summary(preparation.placement)}")
+    if hardware is not None:
+        step = predict(recipe, preparation.placement, hardware)
+        print(f"step: {shown_duration(step.step_s)} by the rates of {hardware.name}; bottleneck: {step.bottleneck}")
     if preparation.placement.used(Place.NVME) and not shared_memory_has_huge_pages():
         print(f"note: NVMe moves faster with huge pages: as root, `echo advise > {SHMEM_HUGE_PAGES}`")
     for note in notes_of(recipe):

@@ -9,10 +9,8 @@ from pipeline.memory.device_footprint import NOT_IN_TORCH_PEAK
 from pipeline.memory.footprint import Place, total
 from pipeline.memory.host_footprint import CHECKPOINT_STAGING, NOT_IN_HELD_BYTES, RUNNING_BEFORE_ALLOCATION
 from pipeline.placement import Placement
-from pipeline.prediction.costs import CostModel
 from pipeline.prediction.hardware import Hardware
-from pipeline.prediction.simulate import simulate
-from pipeline.recipe_placement import shape_of
+from pipeline.recipe_placement import predict
 from tasks.bench.step import StepReport
 from tasks.preparation import Preparation
 
@@ -73,8 +71,7 @@ def compare(preparation: Preparation, report: StepReport, hardware: Hardware | N
         figures.append(Figure(DEVICE_PEAK, "bytes", peak, report.gpu_peak_bytes))
         figures.append(Figure(DEVICE_TAKEN, "bytes", total(device), report.device_taken_bytes))
     if hardware is not None:
-        _, compute = shape_of(preparation.recipe)
-        prediction = simulate(CostModel(placement, compute, placement.step, hardware))
+        prediction = predict(preparation.recipe, placement, hardware)
         figures.append(Figure(STEP, "s", prediction.step_s, report.step_s))
         for load in prediction.lanes:
             measured = report.lanes.get(str(load.lane), 0.0) * report.step_s

@@ -26,7 +26,7 @@ class StepRows:
     with_roof: bool
     with_steps: bool
     hardware: Hardware | None
-    """Whose prediction of time stands beside; None for bytes alone."""
+    """By whose rates the plan chooses, with its prediction of time beside; None for bytes alone."""
     say: Callable[[str], None]
     until_s: float = math.inf
     """`time.monotonic()` after which a row ends, once it has a step."""
@@ -39,7 +39,7 @@ class StepRows:
             ValueError, TierError, PipelineError, OSError: The recipe is refused.
             RayError: An actor failed.
         """
-        preparation = prepare(load_recipe(row.recipe, row.overrides))
+        preparation = prepare(load_recipe(row.recipe, row.overrides), self.hardware)
         reports: dict[str, object] = {}
         if self.with_roof:
             reports["roof"] = self._roof(preparation)
