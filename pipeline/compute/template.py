@@ -90,8 +90,8 @@ class LayerTemplate:
             slot_buffer: Flat weights of the slot, [at least layout.numel] in the type to compute in. Owned by the
                 caller, who may fill it anew between calls and must keep it as long as the template.
             compile: Compile the layer; templates of equal signature share the compiled graphs.
-            factor_weights: Where a layer is recomputed, multiply weight gradients straight into their fp32 sums.
-                Otherwise they are rounded to the weights' type in between, as PyTorch does.
+            factor_weights: Multiply weight gradients straight into their fp32 sums. Otherwise they are rounded to the
+                weights' type in between, as PyTorch does.
             mlp_chunk_tokens: Most tokens that pass the feed-forward network at a time where a layer keeps no graph; 0
                 for all of them.
             backend: Of `torch.compile`.
@@ -107,8 +107,7 @@ class LayerTemplate:
         self._parameters = [nn.Parameter(view.data) for view in tensor_views(slot_buffer, layout)]
         self._module = self._built()
 
-        # Not factored: the compiler would keep every factor from forward to backward, half as much again.
-        self._kept = _Variant(self._module, {})
+        self._kept = self._factored(self._built(), kept=True) if factor_weights else _Variant(self._module, {})
         # The same parameters again, in a layer that computes no more than a backward needs.
         left_out = family.last_projection
         self._recomputed = self._for_recompute(self._built(), left_out, factor_weights)
@@ -176,14 +175,17 @@ class LayerTemplate:
         factored = {place for place, _, _ in graph.stand_ins}
         others = [place for place in range(len(self._parameters)) if place not in factored]
         inputs = [graph.layer_input, *(self._parameters[place] for place in others)]
-        inputs += [stand_in for _, *pair in graph.stand_ins for stand_in in pair]
+        # Layers with one input share its stand-in.
+        of_inputs = {id(of_input): of_input for _, of_input, _ in graph.stand_ins}
+        inputs += [*of_inputs.values(), *(of_output for _, _, of_output in graph.stand_ins)]
         grad_x_BSH, *grads = torch.autograd.grad(graph.output_edge, inputs, grad_y_BSH, allow_unused=True)
         for place, grad in zip(others, grads, strict=False):
             if grad is not None:
                 accumulators[place].add_(grad)
-        factors = iter(grads[len(others) :])
-        for (place, _, _), x, grad_y in zip(graph.stand_ins, factors, factors, strict=True):
-            add_weight_gradient(accumulators[place], x, grad_y)
+        factors = grads[len(others) :]
+        x_of = dict(zip(of_inputs, factors, strict=False))
+        for (place, of_input, _), grad_y in zip(graph.stand_ins, factors[len(of_inputs) :], strict=True):
+            add_weight_gradient(accumulators[place], x_of[id(of_input)], grad_y)
         assert grad_x_BSH is not None
         return grad_x_BSH
 
@@ -212,11 +214,17 @@ class LayerTemplate:
 
     def _for_recompute(self, module: nn.Module, left_out: str | None, factor_weights: bool) -> _Variant:
         if factor_weights:
-            factored = factor(module, left_out)
-            return _Variant(module, {self._names.index(name): linear for name, linear in factored.items()})
+            return self._factored(module, left_out=left_out)
         if left_out is not None:
             leave_out(module, left_out)
         return _Variant(module, {})
+
+    def _factored(self, module: nn.Module, *, left_out: str | None = None, kept: bool = False) -> _Variant:
+        """Of a graph that is kept, the attention's output alone is kept anyway, the other factors are cheap to make."""
+        linears = {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+        made_again = linears - {self._family.attention_projection} if kept else ()
+        factored = factor(module, self._family.shared_inputs, left_out=left_out, made_again=made_again)
+        return _Variant(module, {self._names.index(name): linear for name, linear in factored.items()})
 
 
 def _stand_ins(variant: _Variant, batch: int, length: int) -> tuple[tuple[int, Tensor, Tensor], ...]:

@@ -64,6 +64,16 @@ class Family:
         return self._entry.last_projection
 
     @property
+    def attention_projection(self) -> str | None:
+        """Name of the linear layer whose input is the attention's output, or None."""
+        return self._entry.attention_projection
+
+    @property
+    def shared_inputs(self) -> tuple[tuple[str, ...], ...]:
+        """Names of a decoder layer's linear layers, in groups that are given the same tensor."""
+        return self._entry.shared_inputs
+
+    @property
     def blocks(self) -> LayerBlocks | None:
         """Names of a decoder layer's two residual blocks, or None where it has others."""
         return self._entry.blocks

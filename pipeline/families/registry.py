@@ -58,6 +58,13 @@ class FamilyEntry:
     last_projection: str | None = "mlp.down_proj"
     """Linear layer whose product does nothing but join the residual stream that a decoder layer returns: no backward
     reads it. None where a layer ends otherwise (a norm after the feed-forward network, say)."""
+    attention_projection: str | None = "self_attn.o_proj"
+    """Linear layer whose input is the attention's output and nothing else; None where there is none."""
+    shared_inputs: tuple[tuple[str, ...], ...] = (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    )
+    """Linear layers that are given one and the same tensor."""
     blocks: LayerBlocks | None = LayerBlocks()
     """None where a decoder layer is no such sum: it then cannot run its feed-forward network on some tokens at a time.
     """

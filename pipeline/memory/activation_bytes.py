@@ -23,8 +23,8 @@ def work_term(
 ) -> Term:
     """The larger of what the head and what a decoder layer holds while it works.
 
-    The head was measured at 4.5 bytes a logit. A layer that is recomputed has most at hand in its own backward; one
-    that keeps its graph, which is accounted elsewhere, when its gradients leave autograd in the weights' type.
+    The head was measured at 4.5 bytes a logit. A layer has most at hand in its own backward; of one that keeps its
+    graph, that is accounted elsewhere.
 
     Args:
         compute: Sizes of activations.
@@ -45,12 +45,12 @@ def work_term(
         why += f", {mlp_chunk_tokens:,} at a time through the feed-forward network"
     layer = recomputed_bytes(compute, tokens, element_bytes, compiled, qk_norms=qk_norms, chunk_tokens=mlp_chunk_tokens)
     if not compiled:
-        # Compiled layers multiply them straight into the fp32 sums.
+        # Gradients leave autograd in the weights' type; compiled layers multiply them straight into the fp32 sums.
         layer += decoder_bytes
     if kept:
         whole = recomputed_bytes(compute, tokens, element_bytes, compiled, qk_norms=qk_norms)
         graph = tokens * kept_graph_bytes(compute, element_bytes, compiled, qk_norms=qk_norms)
-        layer = max(layer - spare_bytes, max(0, whole - graph) + decoder_bytes)
+        layer = max(layer - spare_bytes, max(0, whole - graph) + (0 if compiled else decoder_bytes))
     if head > layer:
         return Term(Place.DEVICE, "head chunk", head, f"logits and their gradient, {chunk:,} tokens at a time")
     return Term(Place.DEVICE, "layer at work", layer, why)
@@ -90,7 +90,9 @@ def recomputed_bytes(
     kept += compute.query_size + compute.kv_size if qk_norms else 0
     attention_graph = kept * element_bytes + 4 * (heads + 1)
     gradients = (4 * compute.query_size + 2 * compute.kv_size + 3 * hidden) * element_bytes + 8 * heads
-    in_attention = tokens * (attention_graph + gradients)
+    # What the weight gradients of the network are made of is handed out at the end: its inputs and its gradients.
+    handed_out = 0 if chunked else (3 * experts * compute.intermediate_size + hidden) * element_bytes
+    in_attention = tokens * (attention_graph + gradients + handed_out)
     # Beside gate and up their gradients, their product and its gradient.
     intermediates, streams = experts * compute.intermediate_size, experts * 3 * hidden
     if chunked:

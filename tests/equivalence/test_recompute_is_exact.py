@@ -75,6 +75,44 @@ def test_weight_gradients_multiplied_into_their_sums_are_those_of_autograd(confi
     torch.testing.assert_close(got[1], wanted[1])
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kept_graph_multiplies_its_weight_gradients_into_the_same_sums(family: str, compile: bool) -> None:
+    torch._dynamo.reset()
+    options = {"factor_weights": True, "compile": compile, "backend": "aot_eager_decomp_partition"}
+    case = Case(tiny_config(family), Precision.BF16, **options)
+    by_input, sums = case.gradients()
+    kept = torch.zeros(case.layout.numel)
+    y, graph = case.template.forward_kept(case.x, case.context)
+    got = case.template.backward_kept(graph, case.grad, tensor_views(kept, case.layout))
+    assert torch.equal(y, case.template.forward(case.x, case.context))
+    assert torch.equal(got, by_input) and torch.equal(kept, sums) and bool(kept.any())
+
+
+def test_a_gradient_that_is_no_number_reaches_the_sums_of_a_kept_graph() -> None:
+    case = Case(tiny_config("llama"), factor_weights=True)
+    sums = torch.zeros(case.layout.numel)
+    _, graph = case.template.forward_kept(case.x, case.context)
+    case.template.backward_kept(graph, torch.full_like(case.grad, torch.nan), tensor_views(sums, case.layout))
+    for tensor, view in zip(case.layout.tensors, tensor_views(sums, case.layout), strict=True):
+        assert not bool(view.isfinite().any()), tensor.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_a_family_says_share_an_input_are_given_one_tensor(family: str) -> None:
+    case = Case(tiny_config(family))
+    inputs: dict[str, Tensor] = {}
+    module = case.template._module
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear):
+            part.register_forward_pre_hook(lambda _, args, name=name: inputs.__setitem__(name, args[0]))  # type: ignore[misc]
+    case.template.forward(case.x, case.context)
+    for group in case.family.shared_inputs:
+        assert all(inputs[name] is inputs[group[0]] for name in group)
+    named = {name for group in case.family.shared_inputs for name in group}
+    assert named | {case.family.attention_projection, case.family.last_projection} == set(inputs)
+
+
 def test_products_into_fp32_sums_are_nearer_to_the_truth_than_rounded_ones() -> None:
     exact = Case(tiny_config("qwen2"))
     distances = []
