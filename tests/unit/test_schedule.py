@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.schedule import SchedulePlan, build_evaluation, build_snapshot, build_step
 from pipeline.step.operations import Key, Op, Operation, Pass
+from pipeline.step.update_order import UPDATES_AHEAD
 from support.step_machine import make_plan, walk
 
 plans = (
@@ -182,6 +183,16 @@ def test_updates_run_in_forward_order_behind_the_norm_with_clipping_and_as_gradi
     assert Key(Op.NORM) in by_key[Key(Op.UPDATE, 3)].after
     by_key = {operation.key: operation for operation in immediate}
     assert Key(Op.NORM) not in by_key[Key(Op.UPDATE, 3)].after
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_few_updates_are_called_ahead_so_that_the_norm_does_not_send_them_all_at_once(clip: bool) -> None:
+    operations = build_step(make_plan(decoders=8, on_device=2 if clip else 0, clip=clip))
+    updates = [operation for operation in operations if operation.key.op is Op.UPDATE]
+    for behind, update in zip(updates, updates[UPDATES_AHEAD:], strict=False):
+        assert behind.key in update.after
+    at_once = [update for update in updates if not any(key.op is Op.UPDATE for key in update.after)]
+    assert at_once == updates[:UPDATES_AHEAD]
 
 
 def test_an_update_waits_for_what_a_checkpoint_has_yet_to_read_of_its_layer_and_for_no_writing() -> None:
