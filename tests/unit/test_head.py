@@ -12,7 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipeline.compute.head import Head
+from pipeline.memory.activation_bytes import work_term
+from pipeline.memory.shapes import ComputeShape
 from pipeline.messages import IGNORED
+from support.live_bytes import LiveBytes
 
 HIDDEN, VOCABULARY = 16, 53
 
@@ -169,3 +172,16 @@ def test_a_compiled_chunk_equals_the_plain_one_whatever_the_scale() -> None:
     for scale in (0.1, 0.2, 0.3):
         assert_close(ours(head, *arguments, scale), ours(Head(8), *arguments, scale), atol=0, rtol=0)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_evaluation_holds_no_more_than_the_plan_has_for_training(dtype: torch.dtype, compiled: bool) -> None:
+    tokens, vocabulary = 4096, 1024
+    x, targets = torch.ones(1, tokens, HIDDEN, dtype=dtype), torch.zeros(1, tokens, dtype=torch.long)
+    norm, weight = LlamaRMSNorm(HIDDEN).to(dtype), torch.ones(vocabulary, HIDDEN, dtype=dtype)
+    with LiveBytes([x, targets, weight, norm.weight]) as live:
+        Head(compile=compiled).loss(x, targets, norm, weight)
+    shape = ComputeShape(HIDDEN, HIDDEN, HIDDEN, HIDDEN, HIDDEN, vocabulary)
+    account = work_term(shape, tokens, 0, weight.element_size(), compiled=compiled)
+    assert account.name == "head chunk" and 0.3 * account.num_bytes < live.peak <= account.num_bytes
