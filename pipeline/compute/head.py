@@ -103,6 +103,7 @@ class Head:
                 chunk = slice(start, start + self._evaluated_tokens)
                 log_probs_CV = _log_probs(F.linear(norm(x_TH[chunk]), weight_VH))
                 loss_sum += _token_losses(log_probs_CV, targets_T[chunk]).sum()
+                del log_probs_CV  # before the next chunk's
         return loss_sum
 
 

@@ -177,7 +177,7 @@ def test_a_compiled_chunk_equals_the_plain_one_whatever_the_scale() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_evaluation_holds_no_more_than_the_plan_has_for_training(dtype: torch.dtype, compiled: bool) -> None:
-    tokens, vocabulary = 4096, 1024
+    tokens, vocabulary = 8192, 512  # more than one chunk
     x, targets = torch.ones(1, tokens, HIDDEN, dtype=dtype), torch.zeros(1, tokens, dtype=torch.long)
     norm, weight = LlamaRMSNorm(HIDDEN).to(dtype), torch.ones(vocabulary, HIDDEN, dtype=dtype)
     with LiveBytes([x, targets, weight, norm.weight]) as live:
