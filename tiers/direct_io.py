@@ -6,29 +6,28 @@ Who decides whether a directory can do it is `preflight`, before a run, never a 
 
 from __future__ import annotations
 
-import mmap
-import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-
+from tiers.bounce_blocks import BounceBlocks
 from tiers.checksum import ByteArray
 from tiers.direct_file import DirectMode, read_block, reading, sync_descriptor, write_block, writing
-from tiers.errors import ShardError
+from tiers.io_threads import IoThreads
 from tiers.layout import PAGE_BYTES
 
 MAX_BLOCK_BYTES = 16 << 20
-"""One request. A few of these in flight saturate a drive; the bounce memory of a copy is one a thread."""
+"""One request. A few of these in flight saturate a drive; the bounce memory of a copy is one a request."""
 
 SUMMING_THREADS = 2
 """Beyond one a request: while a thread sums a block it has none in flight, and the drive would wait for it. On a drive
 of 8 GB/s writes came to 80 % of raw without them, and to 94 % with them."""
+
+MOST_BOUNCE_BLOCKS = 10
+"""Requests of a copy in flight, however many threads there are: as many as 8 requests and their summing threads need,
+and 160 MiB, which the plan's account of the tier's actors has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +69,8 @@ class DirectIO:
         Args:
             requests: To keep in flight.
         """
-        self._pool = ThreadPoolExecutor(requests + SUMMING_THREADS, thread_name_prefix="direct-io")
-        self._bounce = threading.local()
-        self._process = os.getpid()
+        self._threads = IoThreads(requests + SUMMING_THREADS)
+        self._bounce = BounceBlocks(MOST_BOUNCE_BLOCKS, MAX_BLOCK_BYTES)
 
     def __enter__(self) -> DirectIO:
         return self
@@ -83,8 +81,9 @@ class DirectIO:
         self.close()
 
     def close(self) -> None:
-        """Finish what is in flight and end the threads."""
-        self._pool.shutdown(wait=True)
+        """Wait for who is at work, and end the threads; whoever comes later is refused. May be called twice."""
+        self._threads.close()
+        self._bounce.clear()
 
     def read(self, files: Sequence[FileBlocks]) -> list[tuple[int, ...]]:
         """Fill the memory of all `files` from disk; return the crc32c of every block, file by file.
@@ -92,9 +91,9 @@ class DirectIO:
         Raises:
             ShardError: A file is missing, ends early, is being written, or the read failed; path and errno are named.
         """
-        with ExitStack() as stack:
+        with self._threads.in_use(), ExitStack() as stack:
             descriptors = [stack.enter_context(reading(file.path, file.mode)) for file in files]
-            return self._run(
+            return self._threads.run(
                 [
                     [_bind(read_block, fd, file.path, file.block(i), offset) for i, offset in enumerate(file.offsets)]
                     for fd, file in zip(descriptors, files, strict=True)
@@ -111,16 +110,16 @@ class DirectIO:
         Raises:
             ShardError: The disk is full, another writer has the file, or the write failed; path and errno are named.
         """
-        with ExitStack() as stack:
+        with self._threads.in_use(), ExitStack() as stack:
             descriptors = [stack.enter_context(writing(file.path, file.mode)) for file in files]
-            sums = self._run(
+            sums = self._threads.run(
                 [
                     [_bind(_write_lent, fd, file, number, offset) for number, offset in enumerate(file.offsets)]
                     for fd, file in zip(descriptors, files, strict=True)
                 ]
             )
             if sync:
-                self._run(
+                self._threads.run(
                     [[_bind(sync_descriptor, fd, file.path)] for fd, file in zip(descriptors, files, strict=True)]
                 )
             return sums
@@ -130,47 +129,36 @@ class DirectIO:
     ) -> tuple[int, ...]:
         """Copy the first `num_bytes` of `source` over the preallocated `target`, fsync it; return each block's crc32c.
 
-        Goes through one bounce block a thread, so that no arena slot is needed. Raises like `read` and `write`.
+        Goes through bounce blocks, so that no arena slot is needed. Raises like `read` and `write`, and HostMemoryError
+        where the system has no memory for them.
         """
-        with reading(source, source_mode) as source_fd, writing(target, target_mode) as target_fd:
+        with (
+            self._threads.in_use(),
+            reading(source, source_mode) as source_fd,
+            writing(target, target_mode) as target_fd,
+        ):
 
             def move(offset: int) -> int:
-                memory = self._bounce_block()[: min(block, num_bytes - offset)]
-                crc = read_block(source_fd, source, memory, offset)
-                write_block(target_fd, target, memory, offset)
+                with self._bounce.lent() as bounce:
+                    memory = bounce[: min(block, num_bytes - offset)]
+                    crc = read_block(source_fd, source, memory, offset)
+                    write_block(target_fd, target, memory, offset)
                 return crc
 
-            (sums,) = self._run([[_bind(move, offset) for offset in range(0, num_bytes, block)]])
+            (sums,) = self._threads.run([[_bind(move, offset) for offset in range(0, num_bytes, block)]])
             sync_descriptor(target_fd, target)
             return sums
 
     def scan(self, path: Path, mode: DirectMode, num_bytes: int, block: int) -> tuple[int, ...]:
-        """Crc32c of each block of the first `num_bytes` (whole pages) of a file. Raises like `read`."""
-        with reading(path, mode) as fd:
+        """Crc32c of each block of the first `num_bytes` (whole pages) of a file. Raises like `copy`."""
+        with self._threads.in_use(), reading(path, mode) as fd:
 
             def check(offset: int) -> int:
-                return read_block(fd, path, self._bounce_block()[: min(block, num_bytes - offset)], offset)
+                with self._bounce.lent() as memory:
+                    return read_block(fd, path, memory[: min(block, num_bytes - offset)], offset)
 
-            (sums,) = self._run([[_bind(check, offset) for offset in range(0, num_bytes, block)]])
+            (sums,) = self._threads.run([[_bind(check, offset) for offset in range(0, num_bytes, block)]])
             return sums
-
-    def _run(self, work: Sequence[Sequence[Callable[[], int]]]) -> list[tuple[int, ...]]:
-        if os.getpid() != self._process:
-            raise ShardError(
-                f"the I/O threads of process {self._process} do not exist in its fork {os.getpid()}; "
-                "open a DirectIO there"
-            )
-        rows: list[list[Future[int]]] = [[self._pool.submit(step) for step in row] for row in work]
-        # All must end before the memory and the descriptors are given up, also when one has failed.
-        wait([future for row in rows for future in row])
-        return [tuple(future.result() for future in row) for row in rows]
-
-    def _bounce_block(self) -> ByteArray:
-        memory: ByteArray | None = getattr(self._bounce, "memory", None)
-        if memory is None:
-            memory = np.frombuffer(mmap.mmap(-1, MAX_BLOCK_BYTES), np.uint8)
-            self._bounce.memory = memory
-        return memory
 
 
 def _write_lent(descriptor: int, file: FileBlocks, number: int, offset: int) -> int:

@@ -9,16 +9,21 @@ import os
 import pickle
 import resource
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tiers.bounce_blocks import BounceBlocks
 from tiers.checksum import ByteArray, crc32c, joined_crc32c
 from tiers.direct_file import DirectMode, preallocate, writing
-from tiers.direct_io import DirectIO, FileBlocks
+from tiers.direct_io import MOST_BOUNCE_BLOCKS, DirectIO, FileBlocks
 from tiers.errors import ShardError
+from tiers.io_threads import IoThreads
 from tiers.preflight import preflight
 
 MIB = 1 << 20
@@ -197,3 +202,70 @@ def test_a_fork_is_told_to_open_its_own_threads(tmp_path: Path, io: DirectIO) ->
     child.start()
     child.join(30)
     assert child.exitcode == 0
+
+
+def test_a_write_that_gets_no_thread_does_not_return_while_a_block_is_under_way(
+    tmp_path: Path, io: DirectIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor would be closed, and the block land in whatever file is opened next."""
+    memory, path = pages(4 * 4096), tmp_path / "f"
+    preallocate(path, memory.size)
+    refused, returned, left = threading.Event(), threading.Event(), list[bool]()
+    start = threading.Thread.start
+
+    def start_one(thread: threading.Thread) -> None:
+        if any(other.name.startswith("direct-io") for other in threading.enumerate()):
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    @contextmanager
+    def lend(number: int) -> Iterator[ByteArray]:
+        assert refused.wait(60)
+        left.append(returned.wait(0.3))
+        yield memory[number * 4096 : (number + 1) * 4096]
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    try:
+        with pytest.raises(ShardError, match=r"cannot start a thread.*can't start new thread.*prefetch_threads"):
+            io.write([replace(blocks(path, memory, 4096), lend=lend)], sync=True)
+    finally:
+        returned.set()
+    io.close()
+    assert left == [False], "the second block, which no future tells of, must not begin"
+
+
+def test_closing_waits_for_who_is_at_work_and_refuses_who_comes_later(tmp_path: Path) -> None:
+    threads = IoThreads(1)
+    closer = threading.Thread(target=threads.close)
+
+    def steps() -> Iterator[Callable[[], int]]:
+        yield lambda: 1
+        closer.start()
+        with pytest.raises(ShardError, match="have ended"):
+            while closer.is_alive():
+                with threads.in_use():
+                    pass
+        yield lambda: 2
+
+    with threads.in_use():
+        assert threads.run([steps()]) == [(1, 2)]
+    closer.join(60)
+    assert not closer.is_alive()
+
+
+def test_blocks_that_copies_go_through_are_bounded_whatever_the_number_of_threads(tmp_path: Path) -> None:
+    blocks_of_a_page = BounceBlocks(2, 4096)
+    third = threading.Thread(target=lambda: blocks_of_a_page.lent().__enter__())
+    with blocks_of_a_page.lent() as first:
+        with blocks_of_a_page.lent() as second:
+            assert first.ctypes.data != second.ctypes.data
+            third.start()
+            third.join(0.1)
+            assert third.is_alive()
+        third.join(60)
+        assert not third.is_alive()
+    with DirectIO(requests=64) as io:
+        preallocate(tmp_path / "a", 64 * 4096)
+        io.scan(tmp_path / "a", DirectMode.DIRECT, 64 * 4096, 4096)
+        assert len(io._bounce._free) <= MOST_BOUNCE_BLOCKS
