@@ -104,7 +104,10 @@ class CheckpointLayers:
         buffers = stored_buffers(self._model.precision)
         name = f"snapshot[{layer.index}]"
         with (
-            self._behind.writing(directory, layer.index, in_ram, self._chunk_bytes(layer)) as pending,
+            # Who changes files waits for this; only what lies in RAM as a whole is captured.
+            self._behind.writing(
+                directory, layer.index, in_ram, self._chunk_bytes(layer), to_be_captured=not on_nvme
+            ) as pending,
             self._spans.during(name, "nvme_write", self._num_bytes(layer, buffers)),
         ):
             if self._compression is Compression.ZSTD:

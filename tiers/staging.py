@@ -36,12 +36,16 @@ class Staging:
     def take(self) -> ByteArray | None:
         """A block of BLOCK_BYTES that is the caller's until `give`; None where there is no room, now or ever."""
         if self._free:
-            self._lent += 1
-            return self._free.pop()
-        if self._lent == self._most_blocks or not _has_room():
+            block = self._free.pop()
+        elif self._lent == self._most_blocks or not _has_room():
             return None
+        else:
+            try:
+                block = _block()
+            except OSError:  # a limit that the machine's free memory does not show: ulimit -v, mappings of a process
+                return None
         self._lent += 1
-        return _block()
+        return block
 
     def give(self, block: ByteArray) -> None:
         """Take a block back."""

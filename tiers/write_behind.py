@@ -125,13 +125,28 @@ class WriteBehind:
 
     @contextmanager
     def writing(
-        self, directory: Path, layer: int, arrays: Mapping[Buffer, StorageArray], chunk_bytes: Mapping[Buffer, int]
+        self,
+        directory: Path,
+        layer: int,
+        arrays: Mapping[Buffer, StorageArray],
+        chunk_bytes: Mapping[Buffer, int],
+        *,
+        to_be_captured: bool = True,
     ) -> Iterator[PendingLayer]:
-        """Around the writing of a layer, which may have been captured before it begins."""
+        """Around the writing of a layer, which may have been captured before it begins.
+
+        Args:
+            directory: Of the checkpoint.
+            layer: The layer's number.
+            arrays: Its buffers in RAM.
+            chunk_bytes: Size of a chunk of each.
+            to_be_captured: Whether a `capture` may come, before or after.
+        """
         with self.changed:
             found = self._layers.get((directory, layer))
             if found is None or found.written:
                 found = self._layers[directory, layer] = PendingLayer(arrays, chunk_bytes, self)
+            found.captured |= not to_be_captured
         try:
             yield found
         finally:
@@ -143,13 +158,17 @@ class WriteBehind:
     ) -> None:
         """See to it that a layer's home may change, whether its writing is over, under way, or has yet to begin.
 
-        Called once a layer of a checkpoint, at any time after what it holds is there.
+        Called once a layer of a checkpoint, at any time after what it holds is there, in the order of the checkpoints.
         """
         with self.changed:
             found = self._layers.setdefault((directory, layer), PendingLayer(arrays, chunk_bytes, self))
         found.capture()
         with self.changed:
             found.captured = True
+            # Other checkpoints of it that were written by now lie between steps, and are not captured any more.
+            for key in [key for key, other in self._layers.items() if key[1] == layer and other.written]:
+                if key[0] != directory:
+                    del self._layers[key]
         self._forget(directory, layer, found)
 
     def _forget(self, directory: Path, layer: int, pending: PendingLayer) -> None:

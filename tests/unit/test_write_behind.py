@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -125,6 +126,36 @@ def test_a_writer_that_fails_frees_what_waits_for_it(aside: ThreadPoolExecutor) 
         fail()
     waiting[0].result(60)
     assert not behind._layers
+
+
+def test_layers_that_are_never_captured_do_not_add_up() -> None:
+    behind, arrays = WriteBehind(0), home()
+
+    def write(step: int, layer: int, *, to_be_captured: bool) -> None:
+        here = Path(f"step-{step:06}.partial")
+        with behind.writing(here, layer, arrays, CHUNKS, to_be_captured=to_be_captured):
+            pass
+
+    for step in range(3):
+        write(step, layer=1, to_be_captured=False)  # files
+    assert not behind._layers
+    for step in range(3):  # after 0 steps without a graph, and checkpoints between them, which nobody captures
+        write(step, layer=0, to_be_captured=True)
+    behind.capture(Path("step-000000.partial"), 0, arrays, CHUNKS)
+    assert not behind._layers
+
+
+def test_memory_that_the_kernel_refuses_is_no_room_and_stays_countable() -> None:
+    blocks = Staging(2 * BLOCK_BYTES)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + BLOCK_BYTES // 2, limits[1]))
+    try:
+        refused = blocks.take()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert refused is None
+    assert blocks.take() is not None and blocks.take() is not None and blocks.take() is None
 
 
 def test_blocks_are_taken_from_a_machine_that_has_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
