@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -35,9 +35,26 @@ class AttentionContext:
     document_starts: Tensor | None = None
     """int32 [documents + 1] on the device: where each document begins among the T tokens, and T. For the kernel of
     variable-length attention; None where plain causal attention or a mask does."""
-    masks: Mapping[int | None, Tensor] = field(default_factory=dict)
-    """By sliding window: bool [B or 1, 1, S, S], true where a token (row) may see another. Windows without a mask are
-    plainly causal, or are left to the kernel."""
+    documents: Tensor | None = None
+    """int32 [B or 1, S] on the device: the number of each token's document. For masks, which every layer makes anew:
+    all micro-batches' would take bytes with the square of the sequence. None where no layer needs one."""
+    packed: bool = False
+    """Whether layers without a window need a mask too: a sequence holds several documents."""
+
+    def mask(self, window: int | None, length: int) -> Tensor | None:
+        """What a layer's tokens see: bool [B or 1, 1, S, S], true where a token (row) may see another.
+
+        Args:
+            window: Of the layer, in tokens.
+            length: S.
+
+        Returns:
+            None where that is plainly all that came before.
+        """
+        limit = window if window is not None and window < length else None
+        if self.documents is None or (limit is None and not self.packed):
+            return None
+        return _visible(self.documents, limit)
 
 
 def build_attention_context(
@@ -72,27 +89,21 @@ def build_attention_context(
         # One compiled layer serves any number of documents.
         torch._dynamo.maybe_mark_dynamic(document_starts, 0)
         return AttentionContext(position_embeddings, document_starts)
-    documents_BS = begins_BS.cumsum(1).to(device)
-    if single_document:
-        documents_BS = documents_BS[:1]
-    by_width = {
-        width: _visible(documents_BS, width)
-        for width in {window if window in limited else None for window in windows}
-        if width is not None or not single_document
-    }
-    masks = {
-        window: by_width[width] for window in windows if (width := window if window in limited else None) in by_width
-    }
-    return AttentionContext(position_embeddings, masks=masks)
+    documents_BS = begins_BS.cumsum(1, dtype=torch.int32).to(device)
+    return AttentionContext(
+        position_embeddings,
+        documents=documents_BS[:1] if single_document else documents_BS,
+        packed=not single_document,
+    )
 
 
 def _visible(documents_BS: Tensor, window: int | None) -> Tensor:
     """Bool [B, 1, S, S]: same document, not later, and fewer than `window` tokens back."""
+    # Compared, not subtracted: differences would be S x S integers.
     positions_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
-    back_SS = positions_S[:, None] - positions_S[None, :]
-    seen_SS = back_SS >= 0
+    seen_SS = positions_S[:, None] >= positions_S[None, :]
     if window is not None:
-        seen_SS &= back_SS < window
+        seen_SS &= positions_S[:, None] < positions_S[None, :] + window
     return (seen_SS & (documents_BS[:, :, None] == documents_BS[:, None, :]))[:, None]
 
 
@@ -160,7 +171,7 @@ def _attend(
         )
         out = _KERNEL(query, key, value, starts, starts, length, length, scale=scaling, window_size=(left, 0))
         return out.view(batch, length, heads, size), None
-    mask = attention_context.masks.get(sliding_window)
+    mask = attention_context.mask(sliding_window, length)
     out_BNSD = F.scaled_dot_product_attention(
         query_BNSD,
         key_BKSD,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.memory.footprint import Place, Term
-from pipeline.memory.shapes import ComputeShape
+from pipeline.memory.shapes import ComputeShape, StepShape
 
 HEAD_CHUNK_TOKENS = 4096
 """Tokens whose logits exist at a time."""
@@ -134,6 +134,17 @@ def _attention_bytes(compute: ComputeShape, element_bytes: int) -> int:
 
 def _norm_bytes(compute: ComputeShape, element_bytes: int) -> int:
     return compute.hidden_size * (2 * 4 + 2 * element_bytes)
+
+
+def mask_bytes(step: StepShape, element_bytes: int, *, kept_layers: int, waves: int, compiled: bool) -> int:
+    """Bytes of attention masks, of runs whose attention needs them for packed documents, at their peak.
+
+    A layer at work has its micro-batch's: a truth for each pair of tokens of a sequence, then a number; uncompiled, one
+    that is not recomputed keeps the numbers.
+    """
+    pairs = step.micro_batch_tokens * step.sequence_length
+    kept = 0 if compiled else kept_layers * step.largest_wave(waves).tokens * step.sequence_length
+    return pairs * (2 + element_bytes) + kept * element_bytes
 
 
 def kept_graph_bytes(compute: ComputeShape, element_bytes: int, compiled: bool, *, qk_norms: bool) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.memory.activation_bytes import kept_graph_bytes, work_term
+from pipeline.memory.activation_bytes import kept_graph_bytes, mask_bytes, work_term
 from pipeline.memory.device_extras import NO_EXTRAS, Extras
 from pipeline.memory.footprint import MIB, Place, Term
 from pipeline.memory.shapes import ComputeShape, StepShape
 from pipeline.step.layer_groups import LayerGroups
-from tiers.layout import Buffer, LayerKind, ModelLayout, buffer_types, state_buffers
+from tiers.layout import Buffer, LayerKind, ModelLayout, Precision, buffer_types, state_buffers
 
 
 def device_terms(
@@ -94,10 +94,15 @@ def device_terms(
     ]
     # The ids and rotary tables of two steps: the next one's are made while this one computes.
     batch = 2 * step.tokens * (2 * compute.head_size * weight + 3 * 8)
+    # The kernel that knows documents computes in 16 bits on a GPU.
+    masks = 0
+    if not cuda or model.precision is Precision.FP32:
+        masks = mask_bytes(step, weight, kept_layers=kept, waves=waves, compiled=compiled)
     passing = [
         _device("boundary activations", held * boundary, f"{held} x {wave.tokens:,} tokens, then their gradients"),
         _device("embedding gradients", earlier, f"of {waves - 1} waves, until the last"),
         _device("batch", batch, "token ids, targets, rotary tables of two steps"),
+        _device("attention masks", masks, "of packed documents, for which there is no kernel here"),
         _device(
             "kept activations",
             kept * graph,

@@ -246,7 +246,7 @@ def test_a_small_model_that_does_not_fit_has_its_parameters_in_millions() -> Non
 
 
 def test_a_remedy_works_when_followed() -> None:
-    wanted = replace(request(model()), step=StepShape(sequence_length=8192, sequences=64, micro_batch=32))
+    wanted = replace(request(model()), step=StepShape(sequence_length=1024, sequences=512, micro_batch=256))
     budget = replace(ROOMY, gpu_bytes=GIB // 2, ram_bytes=1 * GIB)
     with pytest.raises(PlacementError, match=r"train\.micro_batch = (\d+)") as refused:
         place(wanted, budget)
