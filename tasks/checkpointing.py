@@ -52,7 +52,6 @@ class _Pending:
     """A checkpoint that snapshots are still filling."""
 
     step: int
-    writer: CheckpointWriter
     refs: list[Any]
     progress: Progress | None = None
     """Known once the step's result is."""
@@ -77,6 +76,8 @@ class Checkpoints:
         self._device = device
         self._newest_step = newest_step
         self._pending: _Pending | None = None
+        self._unpublished: CheckpointWriter | None = None
+        """Of the checkpoint at work, until it is published: what fails removes it."""
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint belongs after this step."""
@@ -95,9 +96,9 @@ class Checkpoints:
         """
         assert self.can_begin(), f"the checkpoint before step {step} would never be published"
         self.collect(wait=True)
-        writer = begin(self._recipe.run.dir, step, self._model)
-        self._pending = _Pending(step, writer, [])
-        return writer.directory
+        self._unpublished = begin(self._recipe.run.dir, step, self._model)
+        self._pending = _Pending(step, [])
+        return self._unpublished.directory
 
     def submitted(self, refs: list[Any]) -> None:
         """Say which calls fill the checkpoint that was begun last."""
@@ -118,28 +119,29 @@ class Checkpoints:
         if len(ready) < len(pending.refs):
             return None
         records = [record for layer in ray.get(pending.refs) for record in layer]
+        # Not tried twice: of what a failed fsync has lost the next one knows nothing.
         self._pending = None
-        return self._publish(pending.writer, records, pending.progress)
+        return self._publish(records, pending.progress)
 
     def write_now(self, coordinator: Coordinator, progress: Progress) -> Path | None:
         """Write a checkpoint of the run as it is, unless the newest one is just that. Nothing may be in flight."""
         self.collect(wait=True)
         if progress.step == self._newest_step:
             return None
-        writer = begin(self._recipe.run.dir, progress.step, self._model)
-        return self._publish(writer, coordinator.snapshot(writer.directory), progress)
+        self._unpublished = begin(self._recipe.run.dir, progress.step, self._model)
+        return self._publish(coordinator.snapshot(self._unpublished.directory), progress)
 
     def abandon(self) -> None:
         """The run has failed: publish the checkpoint at work if every layer of it is written, else remove it."""
         with contextlib.suppress(RayError, TierError, OSError):
             self.collect(wait=False)
-        if self._pending is not None:
-            self._pending.writer.discard()
-            self._pending = None
+        self._pending = None
+        if self._unpublished is not None:
+            self._unpublished.discard()
+            self._unpublished = None
 
-    def _publish(
-        self, writer: CheckpointWriter, records: list[FileRecord] | tuple[FileRecord, ...], progress: Progress
-    ) -> Path:
+    def _publish(self, records: list[FileRecord] | tuple[FileRecord, ...], progress: Progress) -> Path:
+        assert self._unpublished is not None
         facts = Facts(
             step=progress.step,
             applied_steps=progress.applied_steps,
@@ -154,7 +156,8 @@ class Checkpoints:
             precision=self._model.precision,
             num_parameters=self._model.num_parameters,
         )
-        path = writer.publish(records, facts)
+        path = self._unpublished.publish(records, facts)
+        self._unpublished = None
         self._newest_step = progress.step
         settings = self._recipe.checkpoint
         prune(self._recipe.run.dir, keep_last=settings.keep_last, keep_every=settings.keep_every)
