@@ -18,6 +18,7 @@ from pipeline.memory.device_fit import (
 )
 from pipeline.memory.device_ways import DeviceWay, chunk_sizes, worth_trying
 from pipeline.memory.footprint import Place, Term, total
+from pipeline.memory.freed_gradients import FreedGradients
 from pipeline.memory.homes import Spill, homes, without_ram_gradients
 from pipeline.memory.host_footprint import arena_terms, process_terms, stand_in_terms
 from pipeline.memory.placement_request import MemoryBudget, Placement, PlacementRequest, Shortage
@@ -119,11 +120,20 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
         for each in all_spill_bytes(request.model, request.staging_slots) if budget.nvme_bytes > 0 else ():
             yield each.spill, most_held, all_in_ram - each.saved_bytes, each.nvme_bytes
 
+    freed = FreedGradients(request, spilled, budget.gpu_bytes)
+
+    def needed_ram(spill: Spill, held: int, arena_bytes: int) -> int:
+        """Bytes of the arena once updates on the device have spared theirs; where they cannot be enough, the least."""
+        if budget.ram_bytes < arena_bytes <= budget.ram_bytes + freed.most(held):
+            return arena_bytes - freed.of(spill, held)
+        return arena_bytes if arena_bytes <= budget.ram_bytes else arena_bytes - freed.most(held)
+
     least: tuple[int, Spill, int] | None = None
     least_drive: tuple[int, Spill, int] | None = None
     for spill, held, arena_bytes, nvme_bytes in ways():
-        if arena_bytes > budget.ram_bytes:
-            least = min(least or (arena_bytes, spill, held), (arena_bytes, spill, held), key=itemgetter(0))
+        ram_bytes = needed_ram(spill, held, arena_bytes)
+        if ram_bytes > budget.ram_bytes:
+            least = min(least or (ram_bytes, spill, held), (ram_bytes, spill, held), key=itemgetter(0))
         elif nvme_bytes > budget.nvme_bytes:
             # Fewer staging slots leave more RAM to layers, so a later way may need less of the drive.
             tried = (nvme_bytes, spill, held)
@@ -134,8 +144,9 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
         needed, spill, held = least_drive
         return Shortage(Place.NVME, needed, _nvme_terms(tier_of(spill, held)))
     assert least is not None
-    needed, spill, held = least
-    return Shortage(Place.RAM, needed, arena_terms(tier_of(spill, held)))
+    _, spill, held = least
+    closest = _placement(request, budget, tier_of(spill, held), spilled, held)
+    return Shortage(Place.RAM, closest.arena_bytes, arena_terms(closest.tier))
 
 
 def _tier(

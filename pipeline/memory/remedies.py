@@ -8,7 +8,7 @@ from pipeline.memory.least import amount, least_of
 from pipeline.memory.placement_request import PlacementRequest, Shortage
 from pipeline.memory.request_changes import request_changes
 from pipeline.memory.room import UNKNOWN_BYTES, Room
-from pipeline.memory.roomier import fits, more_of_both, more_room
+from pipeline.memory.roomier import as_shown, fits, more_of_both, more_room
 from tiers.quantities import shown_bytes, shown_count
 
 
@@ -17,7 +17,7 @@ def refusal(request: PlacementRequest, room: Room, shortage: Shortage) -> str:
     budget, place = room.budget(request.processes), shortage.place
     least = least_of(request, budget, place)
     # Where no amount of one place is enough, what the first way lacks.
-    needed = shortage.needed_bytes if least is None else amount(least, place)
+    needed = as_shown(shortage.needed_bytes if least is None else amount(least, place))
     terms = shortage.terms if least is None else least.terms
     # Of host memory the budget is that of model state.
     beside = {STAND_IN, *(term.name for term in process_terms(1, request.processes))}

@@ -136,6 +136,10 @@ def _in_tenths(num_bytes: int) -> float:
 
 
 def as_shown(num_bytes: int) -> int:
-    """The next size that is shown as it is."""
-    unit = MIB if num_bytes < GIB else GIB // 10 if num_bytes < 999 * GIB else GIB
+    """The next size of which `shown_bytes` tells all: what is read is enough, too."""
+    unit = next(unit for below, unit in _SHOWN_UNITS if num_bytes < below)
     return -(-num_bytes // unit) * unit
+
+
+_SHOWN_UNITS = ((GIB, MIB), (999 * GIB, GIB // 10), (9_999 * GIB, GIB), (UNKNOWN_BYTES * 2, 2**40 // 10))
+"""Below which size, and what it is then a multiple of."""
