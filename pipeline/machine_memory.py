@@ -15,6 +15,7 @@ from pipeline.errors import PipelineError
 from pipeline.prediction.hardware import Hardware
 from pipeline.recipe import Recipe
 from tiers.host_memory import available_host_bytes
+from tiers.processors import usable_cores
 from tiers.scratch import abandoned_bytes
 
 
@@ -30,6 +31,7 @@ class MachineMemory:
     nvme_bytes: int
     """Free bytes behind `[memory] nvme_dir`; 0 where the recipe names none."""
     cores: int
+    """That the run's threads may use."""
     gpu_name: str | None = None
     """As its driver calls it; None where there is no GPU."""
 
@@ -45,7 +47,7 @@ class MachineMemory:
         host_bytes = available_host_bytes()
         gpu_bytes, gpu_name = _gpu() if cuda else (host_bytes, None)
         nvme_bytes = _free_nvme_bytes(recipe.memory.nvme_dir)
-        return cls(cuda, host_bytes, gpu_bytes, nvme_bytes, os.cpu_count() or 1, gpu_name)
+        return cls(cuda, host_bytes, gpu_bytes, nvme_bytes, usable_cores(), gpu_name)
 
     @classmethod
     def of_hardware(cls, hardware: Hardware, recipe: Recipe) -> MachineMemory:

@@ -8,7 +8,6 @@ A recipe then says `[model] source = "STORE"`: weights come in at disk speed, ch
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from pipeline.errors import PipelineError
 from tasks.model_import import import_model
 from tiers.errors import TierError
 from tiers.layout import Precision
+from tiers.processors import usable_cores
 from tiers.quantities import shown_duration
 
 MAX_THREADS = 8
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--threads",
         type=count,
         metavar="N",
-        default=min(MAX_THREADS, os.cpu_count() or 1),
+        default=min(MAX_THREADS, usable_cores()),
         help="disk requests in flight",
     )
     options = parser.parse_args(arguments)

@@ -24,6 +24,7 @@ from tasks.probe_host import copy_gbps, measure_nvme, update_gparams_per_s
 from tiers.durable_files import replace_file
 from tiers.errors import ShardError
 from tiers.host_memory import host_headroom
+from tiers.processors import usable_cores
 from tiers.quantities import shown_bytes
 
 DEFAULT_SECONDS = 3.0
@@ -71,7 +72,7 @@ def probe(nvme_dir: Path | None, seconds: float, progress: Callable[[str], None]
     tell = progress or _printer()
     # First, because it alone depends on the user's input.
     nvme = None if nvme_dir is None else measure_nvme(nvme_dir, seconds, tell)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     headroom = host_headroom()
     tell(f"{cores} cores; {shown_bytes(headroom.available_bytes)} of memory, bounded by {headroom.limit}")
     tell("copying memory")

@@ -27,6 +27,7 @@ from tiers.arena_map import Extent
 from tiers.errors import HostMemoryError, TierError
 from tiers.host_memory import available_host_bytes, require_host_memory
 from tiers.layout import PAGE_BYTES, round_up
+from tiers.processors import usable_cores
 from tiers.quantities import shown_bytes
 
 __all__ = ["Arena", "ArenaHandle", "available_host_bytes", "populate"]
@@ -93,7 +94,7 @@ class Arena:
         Args:
             num_bytes: Size, rounded up to whole pages.
             limit_bytes: The recipe's `[memory] ram_gib` in bytes.
-            threads: Threads that populate; None for every core of this process.
+            threads: Threads that populate; None for every core that this process may use.
             progress: Called as pages become resident.
 
         Raises:
@@ -184,7 +185,7 @@ def populate(
 
     Args:
         pages: Whole pages of a shared mapping that nobody has written yet.
-        threads: Threads that share the work; None for every core of this process.
+        threads: Threads that share the work; None for every core that this process may use.
         progress: Called as chunks become resident.
         advice: What madvise is asked. A kernel that does not know it makes each page be touched instead.
 
@@ -194,7 +195,7 @@ def populate(
     starts = range(0, pages.nbytes, POPULATE_CHUNK_BYTES)
     chunks = [pages[start : start + POPULATE_CHUNK_BYTES] for start in starts]
     done_bytes, touched = 0, False
-    workers = min(threads or len(os.sched_getaffinity(0)), len(chunks))
+    workers = min(threads or usable_cores(), len(chunks))
     with ThreadPoolExecutor(workers, thread_name_prefix="populate") as executor:
         futures = {executor.submit(_populate_chunk, chunk, advice): chunk.nbytes for chunk in chunks}
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.arena import ARENA_NAME, ArenaHandle
-from tiers.host_memory import PROC
+from tiers.control_groups import PROC
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tiers.control_groups import CGROUPS, PROC, control_groups
 from tiers.errors import HostMemoryError
 from tiers.quantities import shown_bytes
 
@@ -21,8 +22,6 @@ RESERVE_BYTES = GIB
 POLL_S = 0.1
 """Between two looks at memory that is coming free, some 10 GiB a second."""
 
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 """`always within_size advise [never] deny force`: the setting in brackets."""
 
@@ -105,26 +104,18 @@ def require_host_memory(
 
 
 def _cgroup_headrooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
-    membership = proc / "self" / "cgroup"
-    if not membership.exists():
-        return
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit_name, usage_name, prefix = cgroups, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            base, limit_name, usage_name = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            prefix = "total_"
-        else:
-            continue
-        # In a container the path may name groups of the host that are not mounted here; those directories are absent
-        # (or lie above the root, as `/../..`), and the container's own group is the mounted root.
-        parts = [] if ".." in path else [part for part in path.split("/") if part]
-        for depth in range(len(parts), -1, -1):
-            group = base.joinpath(*parts[:depth])
-            headroom = _group_headroom(group, limit_name, usage_name, prefix)
-            if headroom is not None:
-                yield headroom
+    for group in control_groups("memory", proc, cgroups):
+        limit_name, usage_name, prefix = _FILES[group.version]
+        headroom = _group_headroom(group.directory, limit_name, usage_name, prefix)
+        if headroom is not None:
+            yield headroom
+
+
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
+"""By version of control groups: names of limit and usage, and what fields of its statistics begin with."""
 
 
 def _group_headroom(group: Path, limit_name: str, usage_name: str, prefix: str) -> Headroom | None:

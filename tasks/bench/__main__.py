@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +43,7 @@ from tasks.bench.table import table
 from tasks.bench.tier import TierReport, measure_tier
 from tasks.preparation import prepare
 from tiers.errors import TierError
+from tiers.processors import usable_cores
 from tiers.store_metadata import Compression
 
 GIB = 2**30
@@ -164,7 +164,7 @@ def _tier(recipe: Recipe, options: argparse.Namespace, say: Say) -> TierReport:
 def _optimizer(recipe: Recipe, options: argparse.Namespace, say: Say) -> OptimizerReport:
     return measure_optimizer(
         model_layout(spec_of(recipe)),
-        mixtures(os.cpu_count() or 1),
+        mixtures(usable_cores()),
         num_bytes=int(options.gib * GIB),
         seconds=options.seconds,
         say=say,

@@ -18,6 +18,7 @@ from tiers.arena import Arena
 from tiers.arena_map import ArenaMap, LayerHome, TierPlan
 from tiers.layout import Buffer, ElementType, ModelLayout, Precision
 from tiers.parameter_tier import ParameterTier, TierHandle
+from tiers.processors import usable_cores
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 BYTES_PER_PARAMETER = 14
@@ -87,7 +88,7 @@ def measure_optimizer(
     finally:
         arena.close()
         tier.close()
-    return OptimizerReport(multiprocessing.cpu_count(), sum(layer.numel for layer in plan.model.layers), tuple(rates))
+    return OptimizerReport(usable_cores(), sum(layer.numel for layer in plan.model.layers), tuple(rates))
 
 
 def _plan(model: ModelLayout, num_bytes: int, say: Callable[[str], None]) -> TierPlan:

@@ -65,7 +65,7 @@ def test_a_tier_without_a_directory_is_refused_with_what_to_give(
 def test_the_optimizer_pool_is_measured_for_every_mixture(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("tasks.bench.__main__.usable_cores", lambda: 3)
     status, out, _ = bench(capsys, "optimizer", "--gib", "0.02", "--seconds", "0.05", "--json")
     assert status == 0
     rates = json.loads(out)["optimizer"]["rates"]
