@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tiers.durable_files import FILE_MODE, make_directory, replace_file
+from tiers.durable_files import FILE_MODE, make_directory, naming, replace_file
 from tiers.parsing import parse_json
 
 
@@ -56,18 +56,18 @@ class JsonLines:
             self._num_bytes += len(line)
 
     def sync(self) -> None:
-        """Make the rows so far outlive a crash of the machine."""
-        os.fsync(self._file.fileno())
+        """Make the rows so far outlive a crash of the machine. Raises like `append`."""
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Raises like `append`: some filesystems refuse only now."""
+        with naming(self._path):
+            self._file.close()
 
     def _write(self, line: bytes) -> None:
-        try:
+        with naming(self._path):
             written = self._file.write(line)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
         if written != len(line):  # the next start drops the half row
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
@@ -88,7 +88,8 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _drop_rows_after(path: Path, step: int) -> int | None:
     """Keep the rows up to `step`; return the step of the last one."""
-    content = path.read_bytes()
+    with naming(path):
+        content = path.read_bytes()
     kept = [line for line in content.splitlines(keepends=True) if _step_of(line) <= step]
     if len(joined := b"".join(kept)) != len(content):
         replace_file(path, joined)

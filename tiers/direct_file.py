@@ -11,9 +11,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from tiers.checksum import ByteArray, crc32c
-from tiers.durable_files import FILE_MODE
+from tiers.durable_files import FILE_MODE, naming
 from tiers.errors import ShardError
 from tiers.layout import PAGE_BYTES
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What `flock` says on a filesystem without locks (some network and FUSE mounts)."""
 
 
 class DirectMode(StrEnum):
@@ -67,7 +70,10 @@ def preallocate(path: Path, num_bytes: int) -> None:
     Raises:
         ShardError: Naming path and errno; the file is removed again.
     """
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
+    except OSError as error:
+        raise fault("allocate", path, error, 0, num_bytes) from error
     try:
         os.ftruncate(descriptor, min(num_bytes, os.fstat(descriptor).st_size))
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -87,10 +93,12 @@ def fault(verb: str, path: Path, error: OSError, offset: int, num_bytes: int) ->
         errno.EFBIG: "; the file size limit (ulimit -f) is too low",
         errno.ENOENT: "; the file is missing",
         errno.EACCES: "; the path is not permitted: change its owner or mode, or choose another directory",
+        errno.EIO: "; look at the drive, and at what the kernel says of it (dmesg)",
+        errno.EMFILE: "; the limit of open files (ulimit -n) is too low",
+        **dict.fromkeys(NO_LOCKS if verb == "lock" else (), "; name a directory on a filesystem with locks (flock)"),
     }.get(error.errno or 0, "")
-    return ShardError(
-        f"{verb} of {num_bytes} bytes at {offset} of {path} failed: [{name} {error.errno}] {error.strerror}{advice}"
-    )
+    what = f"{num_bytes} bytes at {offset} of {path}" if num_bytes else path
+    return ShardError(f"{verb} of {what} failed: [{name} {error.errno}] {error.strerror}{advice}")
 
 
 @contextmanager
@@ -114,20 +122,30 @@ def _opened(path: Path, flags: int, lock: int) -> Iterator[int]:
     except OSError as error:
         raise fault("open", path, error, 0, 0) from error
     try:
-        _lock(descriptor, lock, path)
+        lock_file(descriptor, lock, path)
         yield descriptor
     finally:
-        os.close(descriptor)
+        with naming(path):
+            os.close(descriptor)
 
 
-def _lock(descriptor: int, lock: int, path: Path) -> None:
-    """Keep to one writer a shard, and no reader beside it, in all processes: notices where the graph slipped."""
+def lock_file(descriptor: int, lock: int, path: Path) -> None:
+    """Keep to one writer a shard, and no reader beside it, in all processes: notices where the graph slipped.
+
+    A reader goes without where the filesystem has no locks: no writer of ours is let in there.
+
+    Raises:
+        ShardError: Another process has the file, or the filesystem has no locks and the file is to be written.
+    """
     try:
         fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ShardError(
             f"{path} is in use: one writer a shard, and no reader while it writes; order the two operations"
         ) from None
+    except OSError as error:
+        if lock == fcntl.LOCK_EX or error.errno not in NO_LOCKS:
+            raise fault("lock", path, error, 0, 0) from error
 
 
 def sync_descriptor(descriptor: int, path: Path) -> int:

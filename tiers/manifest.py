@@ -16,7 +16,7 @@ from tiers.checksum import crc32c, joined_crc32c
 from tiers.compressed_store import read_stored
 from tiers.direct_file import DirectMode
 from tiers.direct_io import DirectIO
-from tiers.durable_files import replace_file
+from tiers.durable_files import naming, replace_file
 from tiers.errors import CheckpointError, ShardError
 from tiers.layout import Precision
 from tiers.parsing import parse_json
@@ -155,7 +155,8 @@ def verify(directory: Path, *, deep: bool, threads: int = 4) -> list[str]:
     with DirectIO(threads) as io:
         for record in manifest.files:
             try:
-                problems += _content_problems(directory, record, io)
+                with naming(directory / record.path):
+                    problems += _content_problems(directory, record, io)
             except (ShardError, OSError) as error:
                 problems.append(str(error))
     return problems

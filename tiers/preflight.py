@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -11,7 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from tiers.direct_file import DirectMode, fault
+from tiers.direct_file import DirectMode, fault, lock_file
 from tiers.errors import ShardError
 from tiers.layout import PAGE_BYTES
 
@@ -29,7 +30,8 @@ def preflight(directory: Path, required_bytes: int = 0) -> DirectMode:
         DIRECT, or BUFFERED with a logged warning where the filesystem refuses O_DIRECT (ramfs, some network drives).
 
     Raises:
-        ShardError: It is missing, not a directory, not writable, too full, or returns other bytes than were written.
+        ShardError: It is missing, not a directory, not writable, too full, without file locks, or returns other bytes
+            than were written.
     """
     try:
         status = directory.stat()
@@ -102,6 +104,7 @@ def _write_and_read(directory: Path, mode: DirectMode) -> None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | mode.flag)
         try:
+            lock_file(descriptor, fcntl.LOCK_EX, path)
             with mmap.mmap(-1, PAGE_BYTES) as sent, mmap.mmap(-1, PAGE_BYTES) as received:
                 sent[:] = os.urandom(PAGE_BYTES)
                 os.pwritev(descriptor, [sent], 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path, PurePosixPath
 
+from tiers.durable_files import naming
 from tiers.errors import ImportedTensorError, ShardError
 from tiers.parsing import parse_json
 from tiers.safetensors_header import StoredTensor, read_header
@@ -68,7 +69,9 @@ def listed(names: list[str], limit: int = 8) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
+        with naming(path):
+            text = path.read_text(encoding="utf-8")
+        weight_map = parse_json(text)["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ShardError(f"cannot read {path} ({path.stat().st_size} bytes): no JSON with a weight_map") from error
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from tiers.durable_files import naming
 from tiers.errors import ShardError
 from tiers.parsing import parse_json
 
@@ -45,7 +46,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             page). One line, with the file, the expected and the actual size.
     """
     actual = path.stat().st_size
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         start = file.read(512)
         _refuse_what_is_not_safetensors(path, start, actual)
         data_start = LENGTH_BYTES + int.from_bytes(start[:LENGTH_BYTES], "little")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tiers.arena import Arena
 from tiers.arena_map import ArenaMap
+from tiers.direct_file import fault
 from tiers.errors import ImportedTensorError, ShardError
 from tiers.layout import LayerKind, LayerLayout, ModelLayout, TensorSpec
 from tiers.master import Float32Array, LayerState, bfloat16_to_float32
@@ -58,7 +59,7 @@ class SafetensorsSource:
         A bf16 source becomes the high half with a zero low half; f16 and f32 sources keep every bit in the master.
 
         Raises:
-            ShardError: A file shrank after it was checked.
+            ShardError: A file shrank after it was checked, or its disk fails.
         """
         state = LayerState.of(arena, arena_map, layer)
         state.clear_padding()
@@ -141,7 +142,11 @@ def _read_blocks(stored: StoredTensor) -> Iterator[npt.NDArray[Any]]:
     element = STORED_TYPES[stored.dtype]
     numel = stored.num_bytes // element.itemsize
     block = np.empty(min(BLOCK_ELEMENTS, numel), element)
-    with stored.path.open("rb", buffering=0) as file:
+    try:
+        file = stored.path.open("rb", buffering=0)
+    except OSError as error:
+        raise fault("open", stored.path, error, 0, 0) from error
+    with file:
         for start in range(0, numel, BLOCK_ELEMENTS):
             part = block[: min(BLOCK_ELEMENTS, numel - start)]
             _read_exactly(file, part.view(np.uint8).data, stored, stored.offset_bytes + start * element.itemsize)
@@ -151,7 +156,10 @@ def _read_blocks(stored: StoredTensor) -> Iterator[npt.NDArray[Any]]:
 def _read_exactly(file: BinaryIO, target: memoryview, stored: StoredTensor, offset_bytes: int) -> None:
     done = 0
     while done < len(target):
-        got = os.preadv(file.fileno(), [target[done:]], offset_bytes + done)
+        try:
+            got = os.preadv(file.fileno(), [target[done:]], offset_bytes + done)
+        except OSError as error:
+            raise fault("read", stored.path, error, offset_bytes + done, len(target) - done) from error
         if got == 0:
             raise ShardError(
                 f"{stored.path} ended while tensor {stored.name} was read: it changed after it was checked"

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from tiers.arena_map import TierPlan
-from tiers.durable_files import FILE_MODE, make_directory
+from tiers.durable_files import FILE_MODE, make_directory, naming
 from tiers.errors import ShardError
 from tiers.layout import Buffer, buffer_types, state_buffers, stored_buffers
 from tiers.shards import ShardGeometry
@@ -51,7 +51,7 @@ def abandoned_bytes(nvme_dir: Path) -> int:
         return 0
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # held; or there are no locks here, and no run will be let in
         return 0
     finally:
         os.close(lock)
@@ -77,22 +77,17 @@ class Scratch:
         """Take the lock and remove what a dead run left.
 
         Raises:
-            ShardError: The directory is missing or not writable, or another run holds it.
+            ShardError: The directory is missing, not writable, full or without file locks, or another run holds it.
+                Nothing is left of this one then.
         """
-        self.path = nvme_dir / SCRATCH_NAME
+        self.path, lock_path = nvme_dir / SCRATCH_NAME, nvme_dir / LOCK_NAME
+        self._lock: int | None = None
         try:
-            self._lock: int | None = os.open(nvme_dir / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
-        except OSError as error:
-            raise ShardError(
-                f"cannot lock the NVMe directory {nvme_dir}: {error}; create it or name another"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self.path.exists():
-                logger.info("removing the scratch of a run that died: %s", self.path)
-                shutil.rmtree(self.path)
-            make_directory(self.path)
+            self._lock = os.open(lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
+            with naming(lock_path):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            assert self._lock is not None
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
             self._release()
             raise ShardError(
@@ -101,9 +96,20 @@ class Scratch:
             ) from None
         except OSError as error:
             self._release()
+            raise ShardError(
+                f"cannot lock the NVMe directory {nvme_dir}: {error}; create it or name another"
+            ) from error
+        try:
+            if self.path.exists():
+                logger.info("removing the scratch of a run that died: %s", self.path)
+                shutil.rmtree(self.path)
+            with naming(lock_path):
+                os.ftruncate(self._lock, 0)
+                os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+            make_directory(self.path)
+        except OSError as error:
+            self.close()
             raise ShardError(f"cannot prepare {self.path}: {error}") from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
     def close(self) -> None:
         """Remove the scratch and let the next run have the directory. May be called twice.

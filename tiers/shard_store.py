@@ -6,7 +6,6 @@ record made when it was written: size, chunk index, crc32c of every chunk.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tiers.bounce_blocks import anonymous_memory
 from tiers.checksum import ByteArray, crc32c
 from tiers.direct_file import DirectMode, fault, preallocate
 from tiers.direct_io import DirectIO, FileBlocks
@@ -62,7 +62,10 @@ class ShardStore:
         ]
         for buffer in buffers:
             geometry, path = self._geometry(layer, buffer), self.directory / shard_path(layer, buffer)
-            make_directory(path.parent)
+            try:
+                make_directory(path.parent)
+            except OSError as error:
+                raise fault("creation", path.parent, error, 0, 0) from error
             preallocate(path, geometry.file_bytes)
             _write_index(path, geometry)
         return tuple(records)
@@ -139,9 +142,10 @@ class ShardStore:
 
         Raises:
             ShardError: As `read`.
+            HostMemoryError: The system gives no memory for one.
         """
         geometry, path = self._geometry(layer, buffer), self.directory / shard_path(layer, buffer)
-        memory = np.frombuffer(mmap.mmap(-1, geometry.chunk_bytes), np.uint8)
+        memory = anonymous_memory(geometry.chunk_bytes)
         label, offsets = self._label(layer, buffer), self._offsets(layer, buffer, records)
         sums = records[shard_path(layer, buffer)].chunk_crc32c
         for number, offset in enumerate(offsets):
@@ -194,6 +198,8 @@ class ShardStore:
                     f"{record.num_bytes}, the model needs {geometry.file_bytes}: it is truncated or of another model"
                 )
             index = os.pread(descriptor, num_bytes - geometry.data_bytes, geometry.data_bytes)
+        except OSError as error:
+            raise fault("read", self.directory / path, error, 0, geometry.file_bytes) from error
         finally:
             os.close(descriptor)
         return parse_index(index, geometry.num_chunks, geometry.chunk_bytes, self._label(layer, buffer))
