@@ -1,6 +1,7 @@
 """What every command of `tasks` and `cluster` shares: help out of its module's docstring, refusals of one form.
 
 A refusal is one message on standard error, `NAME: refused: WHAT IS WRONG`, with status 2; a failure has status 1.
+Output that nobody takes is neither (`cluster.console`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import errno
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
+
+from cluster import console
 
 FAILED, REFUSED = 1, 2
 
@@ -19,13 +23,14 @@ class CommandParser(argparse.ArgumentParser):
     """Parses the arguments of `python -m MODULE`, and says in what way it cannot go on."""
 
     def __init__(self, module: str, doc: str | None, prog: str | None = None) -> None:
-        """Make a parser without arguments.
+        """Make a parser without arguments, and let nothing that is printed from now on fail.
 
         Args:
             module: As after `python -m`, e.g. `tasks.plan`.
             doc: The module's docstring, whose paragraphs are the help; lines of usage in it are argparse's business.
             prog: Shown instead of the module, of a command within it.
         """
+        console.install()
         paragraphs = (doc or "").strip().split("\n\n")
         super().__init__(
             prog=prog or f"python -m {module}",
@@ -33,6 +38,8 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self._name = module.rpartition(".")[2]
+        # Wherever an argument has `type=Path`: of an empty one, as of a variable that is not set, Path makes `.`.
+        self.register("type", Path, _path)
 
     def add_overrides(self) -> None:
         """Take `--set section.key=value`, any number of times, as `overrides`."""
@@ -59,6 +66,14 @@ class CommandParser(argparse.ArgumentParser):
         print(f"{self._name}: failed: {in_words(why)}", file=sys.stderr, flush=True)
         return FAILED
 
+    def printed(self, status: int) -> int:
+        """The exit status of a command whose result is what it prints: `status`, or of a refusal where that was lost.
+
+        Not lost is what a reader did not want who ended before (`| head`).
+        """
+        error = console.lost()
+        return status if error is None else self.refuse(error)
+
 
 def in_words(why: object) -> str:
     """A refusal by the operating system with the path, what it said and what to do; anything else as it says itself."""
@@ -84,6 +99,12 @@ _ADVICE = {
     errno.EFBIG: "raise the limit of a file's size (ulimit -f), or name a place on another disk",
     errno.EIO: "the drive may be failing: see `dmesg`, and name a place on another disk",
 }
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got ''; the current directory is `.`")
+    return Path(text)
 
 
 def positive(text: str) -> float:

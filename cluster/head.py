@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = StateDirectory(state_directory())
     try:
         if options.command == "up":
-            return _up(directory, options)
+            return parser.printed(_up(directory, options))
         if options.command == "down":
             stopped = stop(directory, job_grace_s=options.job_grace_s, say=_say)
             print("the head is down" if stopped else "no head was up")
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if state is None:
             print(f"no head is up ({directory.path}); start one with `python -m cluster.head up`", file=sys.stderr)
             return 3
-        return _env(state) if options.command == "env" else _status(state, as_json=options.json)
+        return parser.printed(_env(state) if options.command == "env" else _status(state, as_json=options.json))
     except (ClusterRefusedError, OSError) as error:
         return parser.refuse(error)
     except ClusterError as error:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.verify and not problems:
         whole = "every header fits its file; there are no checksums" if any(path.glob(_SAFETENSORS)) else _AS_WRITTEN
         print(f"verified     {whole}")
-    return 1 if problems else 0
+    return parser.printed(1 if problems else 0)
 
 
 def damage(path: Path) -> list[str]:

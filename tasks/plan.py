@@ -13,7 +13,6 @@ Exit status: 0 it fits, 1 it does not fit, 2 the input is refused.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,19 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = make_plan(recipe, hardware, options.price_per_hour, options.token_budget)
     except (ValueError, PipelineError, TierError, OSError) as error:
         return parser.refuse(error)
-    try:
-        print(json.dumps(plan.as_json(), indent=2) if options.json else tables(plan), flush=True)
-    except BrokenPipeError:
-        # Who reads it has seen enough (`| head`). What is left in the buffer must not fail again at exit.
-        _write_no_more()
-    except OSError as error:
-        _write_no_more()
-        return parser.refuse(error)
-    return 0 if plan.fits else 1
-
-
-def _write_no_more() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps(plan.as_json(), indent=2) if options.json else tables(plan))
+    return parser.printed(0 if plan.fits else 1)
 
 
 def make_plan(

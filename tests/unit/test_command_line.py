@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -54,6 +56,39 @@ def test_help_is_the_modules_docstring_without_its_lines_of_usage(
     assert ended.value.code == 0
     assert (module.__doc__ or "").partition("\n")[0] in text
     assert text.count(f"python -m {name} ") <= 2, "the usage stands there twice"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_a_command_prints_cannot_fail_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            _module(name).main(["--help"])
+        sys.stdout.write("x" * 100_000)
+        sys.stdout.flush()
+        sys.stdout.write("left in the buffer")
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("tasks.plan", ["", "--json"]),
+        ("tasks.train", [""]),
+        ("tasks.report", ["run", "--out", ""]),
+        ("tasks.probe", ["--nvme-dir", ""]),
+        ("cluster.head", ["up", "--temp-dir", ""]),
+        ("cluster.submit", ["--working-dir", "", "x"]),
+    ],
+)
+def test_an_empty_path_is_refused_and_not_the_current_folder(
+    name: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _module(name).main(arguments)
+    assert ended.value.code == 2
+    assert "must be a path, got ''" in capsys.readouterr().err
 
 
 def test_the_help_of_a_command_within_a_command_names_both(capsys: pytest.CaptureFixture[str]) -> None:
