@@ -15,6 +15,7 @@ from pipeline.crew import CrewSettings, default_optimizer_actors
 from pipeline.families import ModelSpec
 from pipeline.machine_memory import MachineMemory
 from pipeline.memory.footprint import GIB
+from pipeline.messages import IGNORED
 from pipeline.placement import Placement, preflight
 from pipeline.prediction.hardware import Hardware
 from pipeline.recipe import Recipe
@@ -22,7 +23,7 @@ from pipeline.recipe_limits import check_threads
 from pipeline.recipe_placement import place_recipe, shape_of, spec_of
 from pipeline.updates.optimizer_pool import OptimizerSettings
 from tasks.data.dataset import PackedDataset, open_dataset
-from tasks.data.settings import DataSettings
+from tasks.data.settings import DataError, DataSettings
 from tasks.model_source import check_source
 from tiers.store_metadata import Compression
 
@@ -133,7 +134,7 @@ def open_data(recipe: Recipe, spec: ModelSpec, say: Callable[[str], None]) -> Da
     """Read and pack the recipe's data.
 
     Raises:
-        DataError: It cannot be read, or holds what the model cannot take.
+        DataError: It cannot be read, holds what the model cannot take, or nothing to be learned or measured.
     """
     train = recipe.train
     cache_dir = recipe.data.cache_dir or recipe.run.dir / "data"
@@ -150,7 +151,24 @@ def open_data(recipe: Recipe, spec: ModelSpec, say: Callable[[str], None]) -> Da
 
     settings, of_held_out = data_settings(recipe)
     training = opened(settings)
-    return Data(training, opened(of_held_out) if of_held_out is not None else training.held_out)
+    _require_targets(training, settings, "to train on")
+    held_out = opened(of_held_out) if of_held_out is not None else training.held_out
+    if held_out is not None:
+        _require_targets(held_out, of_held_out or settings, "held out")
+    return Data(training, held_out)
+
+
+def _require_targets(data: PackedDataset, settings: DataSettings, what: str) -> None:
+    """Every step, or evaluation, would be skipped otherwise, to the end of a run that looks like one."""
+    report = data.report
+    if report.supervised_tokens:
+        return
+    raise DataError(
+        f"{settings.key} = {', '.join(map(str, settings.paths))}: none of the {report.tokens:,} tokens {what} is a "
+        f"target ({report.documents:,} documents). Each token but a document's first is one, unless its label is "
+        f"{IGNORED}: give documents of two tokens or more whose labels are not all {IGNORED}; "
+        'data.columns.labels = "" takes no notice of labels'
+    )
 
 
 def data_settings(recipe: Recipe) -> tuple[DataSettings, DataSettings | None]:

@@ -278,6 +278,32 @@ def test_what_cannot_be_trained_is_refused_and_leaves_nothing(
     assert sorted(path for path in place.rglob("*") if path.is_file()) == before
 
 
+def test_data_without_a_target_is_refused_and_leaves_a_directory_as_it_was(
+    command: Command, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, label in (("ignored", IGNORED), ("labelled", 5)):
+        columns = {"input_ids": [[7] * 20] * 8, "labels": [[label] * 20] * 8}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    (tmp_path / "short").mkdir()
+    for letter in "abc":
+        (tmp_path / "short" / f"{letter}.txt").write_text(letter)
+    (place / "no-split.toml").write_text(RECIPE.replace("eval_fraction = 0.2\n", "").replace("every_steps = 20\n", ""))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "notes").touch()
+    for options, said in (
+        ((f"data.path={tmp_path}/ignored.parquet",), "none of the 160 tokens to train on"),
+        ((f"data.path={tmp_path}/short", "data.append_eos=false"), "none of the 3 tokens to train on"),
+        ((f"data.eval_path={tmp_path}/ignored.parquet",), "none of the 160 tokens held out"),
+    ):
+        assert command(f"run.dir={run_dir}", *options, recipe="no-split.toml") == REFUSED
+        message = capsys.readouterr().err
+        assert said in message and options[0].replace("=", " = ") in message and "-100" in message, message
+    accepted = f"data.path={tmp_path}/labelled.parquet"
+    assert command(f"run.dir={run_dir}", accepted, recipe="no-split.toml", options=("--dry-run",)) == train.TRAINED
+    assert [path.name for path in run_dir.iterdir()] == ["notes"]
+
+
 def test_a_cluster_that_cannot_be_had_is_a_refusal_too_and_leaves_nothing(
     command: Command,
     place: Path,
