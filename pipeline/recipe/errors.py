@@ -69,6 +69,8 @@ def problems_of(error: ValidationError, model: type[BaseModel], given: Mapping[s
 
 def _problem(kind: str, location: tuple[int | str, ...], model: type[BaseModel], given: Mapping[str, Any]) -> Problem:
     """The problem at `location`; what pydantic appends for members of unions and lists is left out."""
+    if not location:
+        return Problem("recipe", "is no table of sections and keys")
     owner, got, path = model, given.get(str(location[0]), _ABSENT), [str(location[0])]
     for part in location[1:]:
         inner = section_of(owner.model_fields[path[-1]]) if path[-1] in owner.model_fields else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from pipeline.recipe.checks import unusable_values, wrong_references
 from pipeline.recipe.errors import Problem, RecipeError, problems_of, raise_problems
 from pipeline.recipe.resolved import Recipe
 from pipeline.recipe.words import shown
@@ -41,8 +42,7 @@ _ROUNDING_KEYS = ("memory.mlp_chunk_tokens",)
 _HARMLESS_SECTIONS = ("run.", "memory.", "checkpoint.", "eval.", "log.")
 _HARMLESS_KEYS = ("train.device", "train.compile", "train.max_skipped_in_a_row", "data.eval_path", "data.cache_dir")
 
-_RAY_COPY = "working_dir_files"
-"""Folder in which Ray keeps its copies of a job's working directory, and deletes them."""
+_MAX_CHARACTERS = 1_000_000
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -57,16 +57,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: The file cannot be read or does not make a valid recipe. Lists every problem found.
     """
     values = _parsed(_read(path), str(path))
-    problems = list(_dates(values))
     _resolve_paths(values, path.absolute().parent)
-    for override in overrides:
-        problem = _override(values, override)
-        if problem:
-            problems.append(problem)
-    raise_problems(str(path), problems)
+    malformed = [problem for override in overrides if (problem := _override(values, override))]
     _name_run(values, path)
+    raise_problems(str(path), [*malformed, *unusable_values(values)])
     recipe = _checked(values, str(path))
-    raise_problems(str(path), _wrong_references(recipe))
+    raise_problems(str(path), wrong_references(recipe))
     return recipe
 
 
@@ -123,7 +119,8 @@ def _leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as stream:
+            text = stream.read(_MAX_CHARACTERS + 1)  # what is no file may have no end
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe (looked in {Path.cwd()})") from None
     except IsADirectoryError:
@@ -132,6 +129,9 @@ def _read(path: Path) -> str:
         raise RecipeError(f"{path}: is not text in UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(text) > _MAX_CHARACTERS:
+        raise RecipeError(f"{path}: is no recipe: it has more than {_MAX_CHARACTERS:,} characters")
+    return text
 
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
@@ -177,15 +177,6 @@ def _override_value(text: str) -> Any:
     return text if len(parsed) > 1 or isinstance(value, datetime.date | datetime.time) else value
 
 
-def _dates(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
-    """TOML has dates; no key takes one."""
-    for key, value in values.items():
-        if isinstance(value, datetime.date | datetime.time):
-            yield Problem(prefix + key, "dates are not used; write text in quotes", str(value))
-        elif isinstance(value, dict):
-            yield from _dates(value, f"{prefix}{key}.")
-
-
 def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
     for name, section in values.items():
         if isinstance(section, dict):
@@ -212,14 +203,3 @@ def _name_run(values: dict[str, Any], path: Path) -> None:
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
         run.setdefault("dir", str(Path.home() / "megatrain" / str(run["name"])))
-
-
-def _wrong_references(recipe: Recipe) -> Iterator[Problem]:
-    """What only shows once the recipe is whole."""
-    keys = {key for key, _ in _leaves(recipe)}
-    for key in recipe.run.accept_changes:
-        if key not in keys:
-            yield Problem("run.accept_changes", "is no key of a recipe; write section.key", key)
-    if _RAY_COPY in recipe.run.dir.parts:
-        want = "lies in Ray's copy of the working directory, which Ray deletes; give an absolute path or leave it out"
-        yield Problem("run.dir", want, str(recipe.run.dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
 from pydantic import model_validator
@@ -48,6 +49,16 @@ class Recipe(Section):
             optimizer.final_lr_ratio,
             optimizer.decay_steps,
         )
+
+    @property
+    def token_cache_dir(self) -> Path:
+        """Where token indexes are kept."""
+        return self.data.cache_dir or self.run.dir / "data"
+
+    def own_directories(self) -> dict[str, Path]:
+        """Directories that the run writes to, by the keys that name them: what they hold is no data."""
+        own = {"run.dir": self.run.dir, "data.cache_dir": self.token_cache_dir}
+        return own if self.memory.nvme_dir is None else own | {"memory.nvme_dir": self.memory.nvme_dir}
 
     def with_micro_batch(self, sequences: int) -> Recipe:
         """The recipe with a micro-batch that has been chosen."""

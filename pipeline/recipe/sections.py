@@ -13,7 +13,18 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import Field, JsonValue, model_validator
 
 from pipeline.recipe.errors import InvalidCombinationError, Problem
-from pipeline.recipe.values import Actors, Beta, Count, CountOrOff, Gibibytes, Place, Places, Section, Steps, Threads
+from pipeline.recipe.values import (
+    Actors,
+    Beta,
+    Count,
+    CountOrOff,
+    Gibibytes,
+    GibibytesOrNone,
+    Place,
+    Places,
+    Section,
+    Threads,
+)
 from pipeline.updates.learning_rate import ScheduleKind
 from tiers.layout import ElementType, Precision
 
@@ -74,7 +85,9 @@ class DataSection(Section):
     """`[data]`: what is read, and what becomes of rows that do not fit."""
 
     path: Places
-    """File, directory or glob, or a list of them, read in the order given."""
+    """File, directory or glob, or a list of them, read in the order given. Directories are searched whole, through
+    links too, without names that begin with a dot and without what the run writes itself: `run.dir`, `data.cache_dir`
+    and `memory.nvme_dir` may lie inside. What cannot be read there is refused."""
     eval_path: Places | None = None
     """Held-out data of its own."""
     eval_fraction: Annotated[float, Gt(0), Lt(1)] | None = None
@@ -113,7 +126,7 @@ class DataSection(Section):
 class TrainSection(Section):
     """`[train]`: how much is computed."""
 
-    steps: Steps
+    steps: Count
     """Optimizer steps of the whole run, skipped ones included. The end of the data starts its next epoch: no step is
     short."""
     sequence_length: Annotated[int, Ge(2), Le(2**24)]
@@ -265,13 +278,13 @@ class CheckpointSection(Section):
 
     every_steps: CountOrOff = 0
     """0: only at the end. Default 0: what a checkpoint costs depends on the model and the disk; see `tasks.plan`."""
-    keep_last: Steps = 2
+    keep_last: Count = 2
     """Newest ones that stay. Default 2: the older one remains should the newest prove unreadable."""
     keep_every: CountOrOff = 0
     """Those of steps that are multiples of this stay for ever; 0: none."""
     compression: Literal["none", "zstd"] = "none"
     """Default none: at disk speed zstd costs more time than it saves; it is for archives."""
-    staging_gib: Annotated[float, Ge(0)] | None = None
+    staging_gib: GibibytesOrNone | None = None
     """Most host memory, GiB, for copies of what is not written yet when the next step updates it; with 0 that update
     waits. Default: what the model leaves of `memory.ram_gib`, at most half of the state in RAM: the drive then has two
     steps for a checkpoint that holds up none."""

@@ -8,13 +8,18 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
-Count = Annotated[int, Ge(1)]
-Steps = Annotated[int, Ge(1), Le(10**9)]
+MOST = 10**9
+"""Of what is counted: beyond any use, and far from where sizes that are computed of it leave the range of a float."""
+MOST_GIB = 2**20
+"""1 PiB."""
+
+Count = Annotated[int, Ge(1), Le(MOST)]
 Actors = Annotated[int, Ge(1), Le(64)]
 """A process each, of some 200 MiB; 15 threads have saturated the memory of every machine measured."""
 Threads = Annotated[int, Ge(1), Le(256)]
-CountOrOff = Annotated[int, Ge(0)]
-Gibibytes = Annotated[float, Gt(0)]
+CountOrOff = Annotated[int, Ge(0), Le(MOST)]
+Gibibytes = Annotated[float, Gt(0), Le(MOST_GIB)]
+GibibytesOrNone = Annotated[float, Ge(0), Le(MOST_GIB)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -293,3 +294,48 @@ def test_recipe_and_its_error_cross_process_borders(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     error = pickle.loads(pickle.dumps(RecipeError("all of it")))
     assert str(error) == "all of it"
+
+
+@pytest.mark.parametrize(
+    "key", ["memory.ram_gib", "memory.gpu_gib", "memory.nvme_gib", "checkpoint.staging_gib", "memory.kept_layers"]
+)
+def test_sizes_beyond_every_machine_are_refused(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path)
+    for value in ("1e308", "1e999", "9" * 400):
+        assert f"{key} = " in message_of(path, f"memory.nvme_dir={tmp_path}", f"{key}={value}")
+    assert "at most " in message_of(path, f"{key}={2**20 if 'layers' in key else ''}000000")
+
+
+def test_every_number_of_a_recipe_has_a_bound_that_sizes_can_be_computed_with(tmp_path: Path) -> None:
+    huge = "9" * 400
+    for name, field in Recipe.model_fields.items():
+        section = field.annotation
+        assert section is not None
+        for key, inner in section.model_fields.items():
+            if "int" in str(inner.annotation):
+                assert f"{name}.{key} = {huge[:80]}" in message_of(write(tmp_path), f"{name}.{key}={huge}"), key
+
+
+@pytest.mark.parametrize("where", ["folder", "override", "key", "home"])
+def test_names_that_are_no_text_are_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's name may be any bytes; a recipe is text."""
+    folder = tmp_path / os.fsdecode(b"d\xfc")
+    folder.mkdir()
+    if where == "home":
+        monkeypatch.setenv("HOME", str(folder))
+        path, override, told = write(tmp_path), "log.every_s=1", "run.dir"
+    else:
+        path = write(folder if where == "folder" else tmp_path)
+        override, told = {
+            "folder": ("log.every_s=1", "model.source"),
+            "override": (f"data.path={folder}", "data.path"),
+            "key": (f"data.{folder.name}=1", r"data.d\udcfc"),
+        }[where]
+    message = message_of(path, override)
+    message.replace(str(path), "").encode()
+    assert told in message and "UTF-8" in message and r"d\udcfc" in message
+
+
+def test_what_has_no_end_is_no_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, "# " + "x" * 1_000_000 + MINIMAL)
+    assert "is no recipe: it has more than 1,000,000 characters" in message_of(path)
