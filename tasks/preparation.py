@@ -137,7 +137,6 @@ def open_data(recipe: Recipe, spec: ModelSpec, say: Callable[[str], None]) -> Da
         DataError: It cannot be read, holds what the model cannot take, or nothing to be learned or measured.
     """
     train = recipe.train
-    cache_dir = recipe.data.cache_dir or recipe.run.dir / "data"
 
     def opened(settings: DataSettings) -> PackedDataset:
         return open_dataset(
@@ -145,7 +144,7 @@ def open_data(recipe: Recipe, spec: ModelSpec, say: Callable[[str], None]) -> Da
             sequence_length=train.sequence_length,
             seed=recipe.run.seed,
             vocab_size=spec.vocab_size,
-            cache_dir=cache_dir,
+            cache_dir=recipe.token_cache_dir,
             progress=say,
         )
 
@@ -176,6 +175,7 @@ def data_settings(recipe: Recipe) -> tuple[DataSettings, DataSettings | None]:
     data = recipe.data
     training = DataSettings(
         paths=tuple(map(Path, data.path)),
+        left_out=tuple(recipe.own_directories().values()),
         format=data.format,
         text_field=data.text_field,
         tokenizer=str(data.tokenizer),

@@ -28,6 +28,8 @@ class DataSettings:
 
     paths: tuple[Path, ...]
     """Files, directories (searched recursively) or globs. Files are taken in sorted order within each path."""
+    left_out: tuple[Path, ...] = ()
+    """Directories that hold no data although they may lie inside those of `paths`: the run's own."""
     format: DataFormat = "auto"
     """`auto` goes by each file's extension; unknown extensions are plain text."""
     text_field: str = "text"

@@ -1,14 +1,15 @@
-"""From paths, directories and globs to a sorted list of files, each with its format. Reads names only."""
+"""From paths, directories and globs to a sorted list of files, each with its format. Opens none of them."""
 
 from __future__ import annotations
 
 import glob
-import os
+import stat
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
+from tasks.data.file_tree import FileTree, status_of
 from tasks.data.settings import DataError, DataSettings
 
 FileFormat = Literal["text", "jsonl", "parquet", "arrow"]
@@ -21,6 +22,14 @@ EXTENSIONS: dict[FileFormat, tuple[str, ...]] = {
 }
 REFUSED_EXTENSIONS = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".bin", ".npy", ".npz", ".pt", ".safetensors")
 """Never text: taking them for text would train on noise without a word."""
+
+_KINDS = {
+    stat.S_IFIFO: "named pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+}
+"""What has a name without being a file: reading it might never end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +45,48 @@ def find_files(settings: DataSettings) -> tuple[SourceFile, ...]:
     """List the input files: paths in the order given, sorted by name within each, every file once.
 
     Raises:
-        DataError: a path does not exist, matches nothing, or has a format that cannot be told.
+        DataError: a path does not exist, matches nothing, cannot be read or is no regular file, or has a format that
+            cannot be told.
     """
+    tree = FileTree(settings.left_out)
     found: dict[Path, SourceFile] = {}
     for path in settings.paths:
-        for file in _expand(path, settings):
-            key = file.resolve()
-            if key not in found:
-                found[key] = SourceFile(file, _format_of(file, settings), file.stat().st_size)
+        for file in _expand(path, settings, tree):
+            source = _source_file(file, settings)
+            found.setdefault(file.resolve(), source)
     return tuple(found.values())
 
 
-def _expand(path: Path, settings: DataSettings) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return _files_below(path, settings)
-    if glob.has_magic(str(path)):
-        names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-        matches = sorted(Path(name) for name in names if Path(name).is_file())
-        if matches:
-            return matches
-        raise DataError(f"{settings.key} {path} matches no file")
-    raise DataError(f"{settings.key} {path} does not exist")
+def _expand(path: Path, settings: DataSettings, tree: FileTree) -> list[Path]:
+    status = status_of(path)
+    if status is None and glob.has_magic(str(path)):
+        return _matching(path, settings, tree)
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        return _files_below(path, settings, tree)
+    return [path]
 
 
-def _files_below(directory: Path, settings: DataSettings) -> list[Path]:
-    patterns = settings.suffixes or tuple(f"*{ext}" for ext in _extensions(settings))
+def _matching(pattern: Path, settings: DataSettings, tree: FileTree) -> list[Path]:
+    """Files that match a glob, and the files of the formats below folders that do."""
+    matches = sorted(tree.matches(pattern))
+    folders = [path for path in matches if path.is_dir()]
+    files = {path for path in matches if path not in set(folders)}
+    patterns = _patterns(settings)
+    files.update(path for path in tree.below(folders) if _is_named(path, patterns))
+    if not files:
+        raise DataError(f"{settings.key} {pattern} matches no file")
+    return sorted(files)
+
+
+def _files_below(directory: Path, settings: DataSettings, tree: FileTree) -> list[Path]:
+    patterns = _patterns(settings)
     files: list[Path] = []
     seen_extensions: set[str] = set()
-    for root, folders, names in os.walk(directory):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        for name in names:
-            if name.startswith("."):
-                continue
-            if any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns):
-                files.append(Path(root) / name)
-            else:
-                seen_extensions.add(Path(name).suffix or name)
+    for path in tree.below([directory]):
+        if _is_named(path, patterns):
+            files.append(path)
+        else:
+            seen_extensions.add(path.suffix or path.name)
     if not files:
         others = f"; it holds {', '.join(sorted(seen_extensions)[:8])}" if seen_extensions else "; it is empty"
         raise DataError(
@@ -81,6 +94,27 @@ def _files_below(directory: Path, settings: DataSettings) -> list[Path]:
             'Name what to take with data.suffixes, e.g. ["*.py"]'
         )
     return sorted(files)
+
+
+def _source_file(file: Path, settings: DataSettings) -> SourceFile:
+    status = status_of(file)
+    if status is None:
+        raise DataError(f"{settings.key} {file} does not exist")
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(
+            f"{settings.key} {file} is a {_KINDS.get(stat.S_IFMT(status.st_mode), 'special file')}; data are read from "
+            "regular files: write what it gives to one, or move it away"
+        )
+    return SourceFile(file, _format_of(file, settings), status.st_size)
+
+
+def _is_named(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(path.name.lower(), pattern.lower()) for pattern in patterns)
+
+
+def _patterns(settings: DataSettings) -> tuple[str, ...]:
+    """Of the names of files to take from directories."""
+    return settings.suffixes or tuple(f"*{extension}" for extension in _extensions(settings))
 
 
 def _extensions(settings: DataSettings) -> tuple[str, ...]:
