@@ -51,8 +51,8 @@ class _Submission(NamedTuple):
     refs: dict[Key, list[Ref]]
 
 
-KEPT_SUBMISSIONS = 3
-"""Two steps are in flight, and updates of the one before may still run."""
+KEPT_SUBMISSIONS = 4
+"""Two steps are in flight, updates of the one before may still run, and wait for snapshots of the one before that."""
 
 
 class Coordinator:

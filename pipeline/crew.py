@@ -164,9 +164,10 @@ class Crew:
         try:
             ray.get(self.prefetcher.close.remote(), timeout=CLOSE_TIMEOUT_S)
         except RayError:
-            # Whatever it is, the actors must not outlive the run.
             logger.warning("the prefetcher was not closed; its NVMe working files are removed at the next start")
-        end_actors(list(self.actors().values()), self.processes)
+        finally:
+            # Whatever it is, a second signal too: the actors must not outlive the run.
+            end_actors(list(self.actors().values()), self.processes)
 
 
 def optimizer_name(part: int) -> str:

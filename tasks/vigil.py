@@ -81,4 +81,9 @@ class Vigil:
     def _speak(self, kind: str, waited_s: float) -> None:
         usual_s = self._patience.usual_s(kind)
         usual = "it is the first" if usual_s is None else f"usual: {shown_duration(usual_s)}"
-        logger.warning("waiting for the %s since %s (%s). %s", kind, shown_duration(waited_s), usual, self._report())
+        try:
+            where = self._report()
+        except Exception as error:
+            # Ray may be what is broken; the next waits must be watched all the same.
+            where = f"Where the actors are cannot be told: {error!r}"
+        logger.warning("waiting for the %s since %s (%s). %s", kind, shown_duration(waited_s), usual, where)

@@ -40,6 +40,21 @@ def test_actors_of_a_crew_that_could_not_start_have_ended_when_it_says_so(tmp_pa
     assert processes_with_an_arena() == []
 
 
+def test_a_crew_is_ended_whatever_comes_of_closing_its_prefetcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr("pipeline.crew.end_actors", lambda actors, processes: ended.extend(actors))
+
+    class Prefetcher:
+        @property
+        def close(self) -> object:
+            raise KeyboardInterrupt  # the second signal
+
+    prefetcher = Prefetcher()
+    with pytest.raises(KeyboardInterrupt), Crew("tier", prefetcher, ["optimizer"], "compute", ActorProcesses({})):
+        pass
+    assert ended == ["tier", prefetcher, "compute", "optimizer"]
+
+
 def test_whoever_has_an_arena_mapped_is_found_and_the_owner_of_one_that_is_closed() -> None:
     tier_plan, _ = Case(tiny_config("llama")).plans()
     tier = ParameterTier(tier_plan, threads=1)

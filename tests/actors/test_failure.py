@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import re
+from typing import cast
 
 import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from tasks.failure import explain, is_death
+from pipeline.call_states import Call
+from pipeline.coordinator import Coordinator
+from tasks.failure import explain, failure_of, is_death
 from tiers.errors import ShardError
 
 KNOWN = [
@@ -18,6 +21,13 @@ KNOWN = [
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/events.jsonl"), "/run/events.jsonl.*ENOSPC.*free space"),
     (ValueError("a batch of 3"), "a batch of 3"),
 ]
+
+
+class Forgetful:
+    """Stands for a coordinator that knows no more of a call: a snapshot may go on for many steps."""
+
+    def calls(self) -> tuple[Call, ...]:
+        return ()
 
 
 def raised(error: Exception, *, through_another: bool) -> RayTaskError:
@@ -44,6 +54,7 @@ def test_a_known_error_of_an_actor_is_told_in_its_own_words(
     told = raised(error, through_another=through_another)
     assert re.search(f"^.*{words}", explain(told)), explain(told)
     assert "Traceback" not in explain(told) and "\n" not in explain(told) and not is_death(told)
+    assert failure_of(cast("Coordinator", Forgetful()), told) == explain(told)
 
 
 @pytest.mark.ray

@@ -46,6 +46,20 @@ def test_a_wait_past_its_limit_is_reported_and_repeated(caplog: pytest.LogCaptur
     assert not any(thread.name == "vigil" for thread in threading.enumerate())
 
 
+def test_a_report_that_fails_once_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    spoken = threading.Semaphore(0)
+
+    def report() -> str:
+        spoken.release()
+        raise ConnectionError("Ray does not answer")
+
+    patience = Patience(factor=1.0, least_s=0.01)
+    patience.took("step", 0.01)
+    with caplog.at_level(logging.WARNING), Vigil(report, patience) as vigil, vigil.over("step"):
+        assert spoken.acquire(timeout=60) and spoken.acquire(timeout=60)
+    assert "waiting for the step since" in caplog.text and "Ray does not answer" in caplog.text
+
+
 def test_waits_within_their_limit_are_silent(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), Vigil(lambda: "never") as vigil:
         for _ in range(100):
