@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +14,9 @@ from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
 from pipeline.errors import ActorLostError, OperationError, RayLostError
 from pipeline.families.flops import model_flops_per_token
-from pipeline.messages import Batch
-from pipeline.recipe import Recipe
 from tasks.checkpointing import Checkpoints, Progress
-from tasks.data.loader import BatchLoader, eval_batches
+from tasks.data.loader import BatchLoader
+from tasks.evaluation import evaluation
 from tasks.failure import actor_states, failure_of, is_death, loss_at_start, loss_of, ray_loss
 from tasks.filling import fill
 from tasks.preparation import Data, Preparation
@@ -100,7 +98,7 @@ def attempt(
                 recipe=recipe,
                 coordinator=coordinator,
                 loader=held.enter_context(loader),
-                held_out=_evaluation(recipe, data, placement.schedule.waves),
+                held_out=evaluation(recipe, data.held_out, placement.schedule.waves),
                 checkpoints=checkpoints,
                 log=held.enter_context(RunLog(recipe, crew, facts, progress.step)),
                 progress=progress,
@@ -131,16 +129,3 @@ def _require_alive(crew: Crew) -> None:
         raise RayLostError(ray_loss())
     if names := crew.processes.dead():
         raise ActorLostError(f"gone: {', '.join(names)}")
-
-
-def _evaluation(recipe: Recipe, data: Data, waves: int) -> Callable[[], Iterator[Batch]] | None:
-    """Batches of an evaluation: the same every time, as many as the recipe asks for, none larger than a wave."""
-    if data.held_out is None:
-        return None
-    micro_batches = recipe.train.micro_batches
-    parts = next(parts for parts in range(waves, micro_batches + 1) if micro_batches % parts == 0)
-    batches = partial(eval_batches, data.held_out, recipe.train.sequences_at_once, micro_batches // parts)
-    if recipe.eval.sequences is None:
-        return batches
-    passes = -(-recipe.eval.sequences // recipe.train.sequences_per_step)
-    return lambda: itertools.islice(batches(), passes * parts)
