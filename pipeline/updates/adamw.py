@@ -15,7 +15,6 @@ vector width nor on where a run is cut. Called by `optimizer_pool` from several 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import overload
 
-logger = logging.getLogger(__name__)
+from pipeline.machine_code import compiled
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -103,14 +102,8 @@ def update(
         _update_split(weight, weight_low, exp_avg, exp_avg_sq, gradient, scalars)
 
 
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile at the first call; later processes load the machine code from Numba's cache where there is one."""
-    try:
-        kernel: Callable[..., None] = numba.njit(function, cache=True, nogil=True, error_model="numpy")
-    except RuntimeError as error:
-        logger.warning("every process compiles the AdamW kernels anew (a second each): %s", error)
-        kernel = numba.njit(function, nogil=True, error_model="numpy")
-    return kernel
+def _kernel(function: Callable[..., None]) -> Callable[..., None]:
+    return compiled(function, nogil=True, error_model="numpy")
 
 
 def _as_fp32(value: Any) -> Any:
@@ -140,7 +133,7 @@ def _element(w: Any, m: Any, v: Any, gradient: Any, s: Scalars) -> tuple[Any, An
 # LLVM vectorise them.
 
 
-@_compiled
+@_kernel
 def _update_split(high: Any, low: Any, exp_avg: Any, exp_avg_sq: Any, gradient: Any, scalars: Scalars) -> None:
     for i in range(high.size):
         master = np.int32((np.int32(high[i]) << np.int32(16)) + np.int32(low[i])).view(np.float32)
@@ -153,7 +146,7 @@ def _update_split(high: Any, low: Any, exp_avg: Any, exp_avg_sq: Any, gradient: 
         low[i] = np.int16(bits - (half << np.int32(16)))
 
 
-@_compiled
+@_kernel
 def _update_whole(weight: Any, exp_avg: Any, exp_avg_sq: Any, gradient: Any, scalars: Scalars) -> None:
     for i in range(weight.size):
         w, m, v = _element(weight[i], exp_avg[i], exp_avg_sq[i], gradient[i], scalars)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.machine_code import compiled
 from tasks.data.epoch_order import permuted
 from tasks.data.rows import Int64Array
 from tasks.data.settings import LongDocuments
@@ -134,4 +134,4 @@ def _best_fit_kernel(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArr
     return bins
 
 
-_best_fit = numba.njit(cache=True)(_best_fit_kernel)
+_best_fit = compiled(_best_fit_kernel)
