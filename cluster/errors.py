@@ -9,3 +9,7 @@ class ClusterError(RuntimeError):
 
 class ClusterRefusedError(ClusterError, ValueError):
     """What was asked cannot be done as asked, and nothing was started or changed: status 2."""
+
+
+class OutputRefusedError(ValueError):
+    """The place that a command's result was to be written to takes none: status 2."""

@@ -18,8 +18,9 @@ from typing import Any
 
 from cluster.command_line import CommandParser
 from cluster.environment import client_environment, state_directory
-from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.errors import ClusterError, ClusterRefusedError, OutputRefusedError
 from cluster.lifecycle import live_head
+from cluster.output_file import OutputFile
 from cluster.state import HeadState, StateDirectory
 
 _TASK = "task::"
@@ -41,9 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         state = live_head(StateDirectory(state_directory()))
         if state is None:
             raise ClusterRefusedError("no head is up; start one with `python -m cluster.head up`")
+        output = OutputFile.at(options.out)
         events = relabelled(*_ask(state))
-        _replace(options.out, json.dumps(events))
-    except (ClusterRefusedError, OSError) as error:
+        output.write(json.dumps(events).encode())
+    except (ClusterRefusedError, OutputRefusedError, OSError) as error:
         return parser.refuse(error)
     except ClusterError as error:
         return parser.fail(error)
@@ -99,16 +101,6 @@ def _ask(state: HeadState) -> tuple[list[Event], dict[str, str]]:
     by_pid = {actor.pid: f"{actor.name or actor.class_name} ({actor.pid})" for actor in actors}
     names = {worker.worker_id: by_pid[worker.pid] for worker in workers if worker.pid in by_pid}
     return list(events or []), names
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

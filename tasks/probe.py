@@ -9,7 +9,6 @@ Exit status: 0 measured, 2 the input is refused.
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import time
@@ -18,10 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cluster.command_line import CommandParser, positive
+from cluster.errors import OutputRefusedError
+from cluster.output_file import OutputFile
 from pipeline.prediction.hardware import GIB, Hardware, Host, hardware_toml
 from tasks.probe_device import busy_device, measure_device, measure_link
 from tasks.probe_host import copy_gbps, measure_nvme, update_gparams_per_s
-from tiers.durable_files import replace_file
 from tiers.errors import ShardError
 from tiers.host_memory import host_headroom
 from tiers.processors import usable_cores
@@ -35,25 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write, return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    out: Path | None = options.out
-    if out is not None and not out.parent.is_dir():
-        return parser.refuse(f"--out {out}: the directory {out.parent} does not exist")
-    if out is not None and out.is_dir():
-        return parser.refuse(f"--out {out} is a directory; name a file")
-    # Before the minute that it takes to measure.
-    if out is not None and not os.access(out.parent, os.W_OK | os.X_OK):
-        return parser.refuse(f"--out {out}: the directory {out.parent} is not writable; name another one")
     try:
+        # Before the minute that it takes to measure.
+        output = None if options.out is None else OutputFile.at(options.out)
         hardware = probe(options.nvme_dir, options.seconds)
         text = hardware_toml(hardware)
-        if out is None:
-            print(text, end="", flush=True)
-        else:
-            replace_file(out, text.encode())
-            print(f"wrote {out}", file=sys.stderr)
+        if output is None:
+            print(text, end="")
+            return parser.printed(0)
+        output.write(text.encode())
+        print(f"wrote {output.path}", file=sys.stderr)
     except ShardError as error:
         return parser.refuse(f"--nvme-dir: {error}")
-    except OSError as error:
+    except (OutputRefusedError, OSError) as error:
         return parser.refuse(error)
     return 0
 

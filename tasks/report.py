@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.command_line import CommandParser, count
+from cluster.errors import OutputRefusedError
+from cluster.output_file import OutputFile
 from tasks.memory_account import AccountError, MemoryAccount
 from tasks.report_page.page import page
 from tasks.report_page.run_events import index_events, read_step
 from tasks.report_page.run_record import ReportError, read_run
-from tiers.durable_files import replace_file
 
 DEFAULT_NAME = "report.html"
 
@@ -36,30 +37,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = options.out or options.run / DEFAULT_NAME
     try:
         write_report(options.run, out, options.step)
-    except (ReportError, OSError) as error:
+    except (ReportError, OutputRefusedError, OSError) as error:
         return parser.refuse(error)
     print(f"report of {options.run} in {out.absolute()}")
     return 0
 
 
 def write_report(run: Path, out: Path, step: int | None = None) -> None:
-    """Write the page of `run` to `out`, whole or not at all.
+    """Write the page of `run` to `out`, a file whole or not at all.
 
     Args:
         run: A run directory.
-        out: A file; its directory must exist.
+        out: A file, whose directory must exist, a link to one, a pipe or a device.
         step: Whose lanes are shown; None takes one of median length.
 
     Raises:
         ReportError: `run` is no run directory, or the step was not recorded.
+        OutputRefusedError: `out` is nothing that can be written.
         OSError: A file cannot be read or written.
     """
     record = read_run(run)
-    if out.is_dir() or not out.parent.is_dir():
-        raise ReportError(f"the page cannot be written to {out}: name a file in a directory that exists (--out)")
+    output = OutputFile.at(out)
     index = index_events(record)
     lanes = read_step(record, index, step)
-    replace_file(out, page(record, lanes, _account(run)).encode())
+    output.write(page(record, lanes, _account(run)).encode())
 
 
 def _account(run: Path) -> MemoryAccount | str:

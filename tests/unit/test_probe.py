@@ -12,6 +12,7 @@ SECONDS = ("--seconds", "0.02")
 
 def test_writes_a_hardware_file_that_a_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, drive = tmp_path / "machine.toml", tmp_path / "drive"
+    out.symlink_to("measured.toml")
     drive.mkdir()
     assert main(["--out", str(out), "--nvme-dir", str(drive), *SECONDS]) == 0
     hardware = load_hardware(out)
@@ -19,7 +20,7 @@ def test_writes_a_hardware_file_that_a_plan_can_read(tmp_path: Path, capsys: pyt
     assert hardware.device.product_tail >= 0 and hardware.device.gemm_tflops > 0
     assert 0 < hardware.device.attention_efficiency != Device.attention_efficiency, "measured, not assumed"
     assert hardware.host.cores > 0 and hardware.host.update_gparams_per_s > 0
-    assert list(drive.iterdir()) == []
+    assert list(drive.iterdir()) == [] and out.is_symlink()
     assert "updating with AdamW" in capsys.readouterr().err
 
 

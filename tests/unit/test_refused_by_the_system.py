@@ -71,7 +71,7 @@ def test_a_report_to_a_place_that_takes_none(
     with RunDirectory(tmp_path / "run") as directory:
         directory.keep(path.read_text(), MemoryAccount("llama", 1, ()))
     for out, why in (
-        (tmp_path / "none" / "page.html", "name a file in a directory that exists (--out)"),
+        (tmp_path / "none" / "page.html", "name a file in a directory that exists"),
         (full_disk / "page.html", "free space there"),
         (tmp_path / ("x" * 300), "give it a shorter name"),
     ):

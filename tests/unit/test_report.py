@@ -246,6 +246,9 @@ def test_refusals_say_what_there_is_and_leave_the_old_page(tmp_path: Path, capsy
         assert report.main(arguments) == 2
         assert part in capsys.readouterr().err
     assert (run / "report.html").read_text() == before
+    (run / "link").symlink_to("report.html")
+    assert report.main([str(run), "--out", str(run / "link")]) == 0
+    assert (run / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
