@@ -7,6 +7,7 @@ on threads, actors, placement or the order of layers, nor on what other tensors 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +21,14 @@ from tiers.master import Float32Array, LayerState
 
 BLOCK_ELEMENTS = 2**20
 """Elements a stream draws. Part of what a seed means: changing it changes every initialised model."""
+
+MOST_THREADS = 16
+"""Each holds 8 MiB while it draws: 128 MiB, which the plan's account of the tier's actors has room for."""
+
+
+def drawing_threads() -> int:
+    """Threads that draw on this machine: one a core, as far as memory is planned for them."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def initialise_layer(arena: Arena, arena_map: ArenaMap, layer: LayerLayout, seed: int, threads: int = 1) -> None:

@@ -18,7 +18,7 @@ from ray.actor import ActorClass
 from tiers.checkpoint_layers import CheckpointLayers
 from tiers.direct_io import DirectIO
 from tiers.errors import TierError
-from tiers.initialise import initialise_layer
+from tiers.initialise import drawing_threads, initialise_layer
 from tiers.io_spans import IoSpan, IoSpans
 from tiers.layout import Buffer, LayerLayout, stored_buffers
 from tiers.parameter_tier import TierHandle
@@ -65,7 +65,7 @@ class Prefetcher:
             TierError: The plan needs NVMe and none is given; the directory is missing, in use, not writable or full.
         """
         self._plan = tier.plan
-        self._threads = threads
+        self._drawing = threading.Lock()
         num_bytes = scratch_bytes(tier.plan)
         if num_bytes and nvme_dir is None:
             raise TierError(f"the plan keeps {num_bytes:,} bytes on NVMe; set memory.nvme_dir, or raise memory.ram_gib")
@@ -106,8 +106,9 @@ class Prefetcher:
         Raises:
             ShardError: The NVMe files cannot be written.
         """
-        with self._filling(layer) as layout:
-            initialise_layer(self._arena, self._map, layout, seed, self._threads)
+        # One layer at a time has all the threads; the stores of others go on meanwhile.
+        with self._filling(layer) as layout, self._drawing:
+            initialise_layer(self._arena, self._map, layout, seed, drawing_threads())
 
     @ray.method
     def import_safetensors(self, layer: int, directory: Path, *after: object) -> None:

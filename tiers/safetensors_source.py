@@ -24,8 +24,9 @@ from tiers.master import Float32Array, LayerState, bfloat16_to_float32
 from tiers.safetensors_directory import listed, read_directory
 from tiers.safetensors_header import StoredTensor
 
-BLOCK_ELEMENTS = 4 * 2**20
-"""Elements converted at once: at most 16 MiB read and 32 MiB of temporaries, whatever the tensor."""
+BLOCK_ELEMENTS = 2 * 2**20
+"""Elements converted at once: at most 20 MiB, what is read and temporaries, whatever the tensor. The Prefetcher reads
+6 layers at once, and the plan's account of the tier's actors has some 180 MiB for that."""
 
 STORED_TYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 

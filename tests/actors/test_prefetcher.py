@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,7 @@ from tiers import checkpoint
 from tiers.arena_map import LayerHome, TierPlan
 from tiers.checkpoint import newest_complete
 from tiers.errors import CheckpointError, ShardError, TierError
+from tiers.initialise import MOST_THREADS
 from tiers.layout import Buffer, ElementType, ModelLayout, Precision, state_buffers, stored_buffers
 from tiers.manifest import read_manifest, verify
 from tiers.parameter_tier import ParameterTier, ParameterTierActor
@@ -45,7 +47,13 @@ class Running:
     """A tier and a prefetcher in this process."""
 
     def __init__(
-        self, stack: ExitStack, placement: str, nvme_dir: Path, model: ModelLayout, compression: Compression
+        self,
+        stack: ExitStack,
+        placement: str,
+        nvme_dir: Path,
+        model: ModelLayout,
+        compression: Compression,
+        threads: int,
     ) -> None:
         plan = TierPlan(model, PLACEMENTS[placement][: len(model.layers)], ElementType.BFLOAT16)
         tier = ParameterTier(plan, threads=1)
@@ -53,7 +61,7 @@ class Running:
         self.arena, self.map = tier.handle().attach()
         stack.callback(self.arena.close)
         self.plan = plan
-        self.prefetcher = Prefetcher(tier.handle(), nvme_dir=nvme_dir, threads=2, compression=compression)
+        self.prefetcher = Prefetcher(tier.handle(), nvme_dir=nvme_dir, threads=threads, compression=compression)
         stack.callback(self.prefetcher.close)
 
     def layers(self) -> range:
@@ -80,8 +88,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
             model: ModelLayout = MODEL,
             nvme_dir: Path = tmp_path,
             compression: Compression = Compression.NONE,
+            threads: int = 2,
         ) -> Running:
-            return Running(stack, placement, nvme_dir, model, compression)
+            return Running(stack, placement, nvme_dir, model, compression, threads)
 
         yield begin
 
@@ -117,6 +126,29 @@ def test_a_checkpoint_is_restored_into_any_placement(tmp_path: Path, start: Star
     again = second.snapshot(tmp_path / "again")
     assert verify(saved, deep=True) == []
     assert again == {path: record for path, record in read_manifest(saved).records().items() if path != "zarr.json"}
+
+
+def test_first_values_are_drawn_by_few_threads_whatever_the_number_of_disk_requests(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawing, at_once, asked = threading.Event(), list[bool](), list[int]()
+
+    def draw(arena: object, arena_map: object, layer: object, seed: int, threads: int) -> None:
+        at_once.append(drawing.is_set())
+        asked.append(threads)
+        drawing.set()
+        drawn.wait(0.1)
+        drawing.clear()
+
+    drawn = threading.Event()
+    running = start("ram", threads=256)
+    monkeypatch.setattr("tiers.prefetcher.initialise_layer", draw)
+    callers = [threading.Thread(target=running.prefetcher.initialise, args=(layer, 0)) for layer in (1, 2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert at_once == [False, False] and max(asked) <= MOST_THREADS
 
 
 @pytest.mark.parametrize("placement", ["state on nvme", "all on nvme"])
