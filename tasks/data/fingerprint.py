@@ -12,6 +12,10 @@ from tasks.data.token_cache import FORMAT_VERSION, TokenCache
 
 HASHED_WHOLE_BYTES = 1 << 20
 """Up to this size a file's whole content counts; of larger ones the ends, the size and the time of change."""
+TOKENIZER_WHOLE_BYTES = 64 << 20
+"""The same of a tokenizer's files: large ones have 30 MiB, and what was copied anew is still the same."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+"""Endings of a model's files that hold its weights."""
 
 
 def fingerprint(settings: DataSettings, files: tuple[SourceFile, ...], dtype: str) -> str:
@@ -31,25 +35,35 @@ def fingerprint(settings: DataSettings, files: tuple[SourceFile, ...], dtype: st
     for file in files:
         digest.update(json.dumps([str(file.path), file.format]).encode())
         _add_file(digest, file.path)
-    if settings.tokenizer != BYTES_TOKENIZER and (directory := Path(settings.tokenizer)).is_dir():
-        for path in sorted(directory.iterdir()):
-            if path.is_file() and ("token" in path.name or path.name.startswith(("vocab", "merges"))):
-                digest.update(path.name.encode())
-                _add_file(digest, path)
+    if settings.tokenizer != BYTES_TOKENIZER:
+        for path in tokenizer_files(Path(settings.tokenizer)):
+            digest.update(json.dumps(path.name).encode())
+            _add_file(digest, path, whole_bytes=TOKENIZER_WHOLE_BYTES)
     return digest.hexdigest()
 
 
-def _add_file(digest: hashlib.blake2b, path: Path) -> None:
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Files that a tokenizer may be made of, whatever their names: all of its directory but weights and hidden ones."""
+    if not directory.is_dir():
+        return []
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.is_file() and not path.name.startswith(".") and path.suffix.lower() not in WEIGHTS
+    )
+
+
+def _add_file(digest: hashlib.blake2b, path: Path, *, whole_bytes: int = HASHED_WHOLE_BYTES) -> None:
     status = path.stat()
     digest.update(json.dumps(status.st_size).encode())
     with path.open("rb") as stream:
-        if status.st_size <= HASHED_WHOLE_BYTES:
-            digest.update(stream.read())
+        if status.st_size <= whole_bytes:
+            digest.update(stream.read(status.st_size))
             return
         digest.update(json.dumps(status.st_mtime_ns).encode())
         digest.update(stream.read(HASHED_WHOLE_BYTES // 2))
         stream.seek(-HASHED_WHOLE_BYTES // 2, 2)
-        digest.update(stream.read())
+        digest.update(stream.read(HASHED_WHOLE_BYTES // 2))
 
 
 def content(cache: TokenCache) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tasks.data.cache_writer import CacheWriter
 from tasks.data.checks import BlockChecker
 from tasks.data.columns import read_columnar_file
 from tasks.data.fingerprint import fingerprint
@@ -16,7 +17,7 @@ from tasks.data.rows import RowTally, TextRow, TokenBlock
 from tasks.data.settings import DataError, DataSettings
 from tasks.data.sources import SourceFile, find_files
 from tasks.data.text_rows import read_jsonl_file, read_text_file
-from tasks.data.token_cache import CacheWriter, TokenCache, open_cache, storage_dtype
+from tasks.data.token_cache import TokenCache, open_cache, storage_dtype
 from tasks.data.tokenizers import BytesTokenizer, Tokenizer, open_tokenizer
 
 BATCH_TEXT_BYTES = 4 << 20

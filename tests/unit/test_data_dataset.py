@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.messages import IGNORED, Batch
+from tasks.data.cache_writer import CacheWriter
 from tasks.data.dataset import PackedDataset, open_dataset
 from tasks.data.loader import eval_batches
 from tasks.data.progress import TokenisationProgress
 from tasks.data.rows import TokenBlock
 from tasks.data.settings import DataError, DataSettings
-from tasks.data.token_cache import CacheWriter, open_cache
+from tasks.data.token_cache import DOCUMENT, open_cache
 from tasks.data.tokenise import tokenise
 
 
@@ -246,6 +247,48 @@ def test_damaged_and_abandoned_caches_are_replaced(tmp_path: Path) -> None:
     abandoned.mkdir()
     assert open_path(tmp_path, path).report.tokens == 6
     assert not abandoned.exists()
+
+
+def test_a_cache_whose_header_is_damaged_is_made_anew(tmp_path: Path) -> None:
+    rows, labels = [[10, 11, 12, 13], [20, 21]], [[IGNORED, 11, 12, 13], None]
+    first = open_rows(tmp_path, rows, labels)
+    (header,) = (tmp_path / "cache").glob("*/header.json")
+    written = header.read_text()
+    fields = json.loads(written)
+    damaged = ["[]", "null", "1", '"x"', "", "{}", "{", "[" * 1000]
+    for name in fields:
+        damaged.append(json.dumps({key: value for key, value in fields.items() if key != name}))
+        damaged += [json.dumps(fields | {name: value}) for value in (None, "x", [1], {}, -1.5, [["x", "y"]])]
+    for text in damaged:
+        header.write_text(text)
+        assert open_cache(header.parent) is None, text
+    header.write_text("[]")
+    assert open_rows(tmp_path, rows, labels).fingerprint == first.fingerprint
+    assert header.read_text() == written
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("start", -1),
+        ("start", 3),
+        ("length", 0),
+        ("length", 2**62),
+        ("label_start", 1),
+        ("label_start", -2),
+        ("file", 1),
+        ("file", -1),
+    ],
+)
+def test_a_cache_with_a_document_outside_of_it_is_made_anew(tmp_path: Path, column: str, value: int) -> None:
+    rows, labels = [[10, 11, 12, 13]], [[IGNORED, 11, 12, 13]]
+    first = open_rows(tmp_path, rows, labels)
+    (path,) = (tmp_path / "cache").glob("*/documents.bin")
+    records = np.fromfile(path, DOCUMENT)
+    records[column] = value
+    records.tofile(path)
+    assert open_cache(path.parent) is None
+    assert open_rows(tmp_path, rows, labels).fingerprint == first.fingerprint
 
 
 def test_nobody_else_reads_a_cache(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tasks.data.dataset import open_dataset
+from tasks.data.fingerprint import fingerprint
 from tasks.data.settings import DataError, DataSettings
+from tasks.data.sources import find_files
 from tasks.data.tokenise import tokenise
 from tasks.data.tokenizers import DirectoryTokenizer
 
@@ -102,3 +105,33 @@ def test_missing_or_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     empty.mkdir()
     with pytest.raises(DataError, match=r"the tokenizer in .*empty cannot be loaded"):
         tokenise(settings_for(path, empty), vocab_size=300, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("tokenizer.json", True),
+        ("spiece.model", True),
+        ("sentencepiece.bpe.model", True),
+        ("tekken.json", True),
+        ("qwen.tiktoken", True),
+        ("config.json", True),
+        ("model-00001-of-00002.safetensors", False),
+        ("pytorch_model.bin", False),
+        (".gitattributes", False),
+    ],
+)
+def test_a_cache_is_of_every_file_that_a_tokenizer_may_be_made_of(tmp_path: Path, name: str, counts: bool) -> None:
+    (tmp_path / "a.txt").write_text("the fox")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "inner").mkdir()
+    settings = settings_for(tmp_path / "a.txt", tmp_path / "tokenizer")
+    files = find_files(settings)
+    before = fingerprint(settings, files, "<u2")
+    names = set()
+    for content in ("a" * 3_000_000, "a" * 1_000_000 + "b" + "a" * 1_999_999):
+        (tmp_path / "tokenizer" / name).write_text(content)
+        os.utime(tmp_path / "tokenizer" / name, (1, 1))
+        names.add(fingerprint(settings, files, "<u2"))
+    assert len(names) == (2 if counts else 1)
+    assert (before in names) is not counts
