@@ -7,7 +7,6 @@ on threads, actors, placement or the order of layers, nor on what other tensors 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +17,7 @@ from tiers.arena import Arena
 from tiers.arena_map import ArenaMap
 from tiers.layout import InitKind, LayerLayout, TensorSpec
 from tiers.master import Float32Array, LayerState
+from tiers.processors import usable_cores
 
 BLOCK_ELEMENTS = 2**20
 """Elements a stream draws. Part of what a seed means: changing it changes every initialised model."""
@@ -28,7 +28,7 @@ MOST_THREADS = 16
 
 def drawing_threads() -> int:
     """Threads that draw on this machine: one a core, as far as memory is planned for them."""
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(MOST_THREADS, usable_cores())
 
 
 def initialise_layer(arena: Arena, arena_map: ArenaMap, layer: LayerLayout, seed: int, threads: int = 1) -> None:
