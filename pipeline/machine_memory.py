@@ -45,7 +45,7 @@ class MachineMemory:
         device = recipe.train.device
         cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
         host_bytes = available_host_bytes()
-        gpu_bytes, gpu_name = _gpu() if cuda else (host_bytes, None)
+        gpu_bytes, gpu_name = gpu_memory() if cuda else (host_bytes, None)
         nvme_bytes = _free_nvme_bytes(recipe.memory.nvme_dir)
         return cls(cuda, host_bytes, gpu_bytes, nvme_bytes, usable_cores(), gpu_name)
 
@@ -75,8 +75,12 @@ def _free_nvme_bytes(nvme_dir: Path | None) -> int:
     return shutil.disk_usage(nvme_dir).free + abandoned_bytes(nvme_dir)
 
 
-def _gpu() -> tuple[int, str]:
-    """Free memory and name of the first visible GPU, asked in a child process: a context would stay in this one."""
+def gpu_memory() -> tuple[int, str]:
+    """Free memory and name of the first visible GPU, asked in a child process: a context would stay in this one.
+
+    Raises:
+        PipelineError: None answers.
+    """
     question = "import torch; print(torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
     if answer.returncode:

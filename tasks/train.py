@@ -39,6 +39,7 @@ from pipeline.placement import summary
 from pipeline.prediction.hardware import Hardware, find_hardware, load_hardware
 from pipeline.recipe import load_recipe, recipe_toml
 from pipeline.recipe_placement import notes_of, predict
+from tasks.assigned_gpu import require_planned_gpu
 from tasks.attempt import Launch
 from tasks.checkpoint_room import require_checkpoint_room
 from tasks.failure import explain
@@ -154,6 +155,8 @@ def _train(launch: Launch, address: str | None, parser: CommandParser) -> int:
                 say(f"dashboard: {connection.dashboard_url}")
             if preparation.cuda:
                 require_resources({"GPU": 1}, RESOURCE_TIMEOUT_S)
+                if not connection.embedded and (note := require_planned_gpu(preparation.placement.used(Place.DEVICE))):
+                    say(f"note: {note}")
             with StopSignals() as signals:
                 launch.directory.keep(recipe_toml(preparation.recipe), account)
                 ending = run_with_recoveries(launch, signals, say)
