@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.command_line import CommandParser, positive
+from cluster.command_line import CommandParser
 from pipeline.recipe import RecipeError
+from tasks.arguments import gibibytes
 from tasks.hf_directory import DTYPES, ExportError, ExportSettings, export
 from tasks.stored_model import StoredModel
 from tiers.errors import CheckpointError, TierError
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="a run directory, whose newest checkpoint is taken, or a checkpoint")
     parser.add_argument("out", type=Path, help="the directory to make")
     parser.add_argument("--dtype", choices=["source", *DTYPES], default="source", help="type of the tensors")
-    parser.add_argument("--max-shard-gib", type=positive, metavar="X", default=5.0, help="most GiB a file")
+    parser.add_argument("--max-shard-gib", type=gibibytes, metavar="X", default=5.0, help="most GiB a file")
     parser.add_argument("--untie", action="store_true", help="write the head of a tied model as a tensor of its own")
     options = parser.parse_args(arguments)
     settings = ExportSettings(options.dtype, int(options.max_shard_gib * _GIB), options.untie)

@@ -19,6 +19,7 @@ TOKENIZER_FILES = (
     "chat_template*",
     "*.model",
     "*.tiktoken",
+    "tekken.json",
 )
 GENERATION_FILES = ("generation_config.json",)
 
@@ -41,6 +42,13 @@ def copy_companions(recipe: Recipe, facts: Facts, directory: Path) -> str:
     if tokenizer:
         return f"that of {origin}"
     return "none: the recipe names none" if origin is None else f"none: {origin} has none"
+
+
+def missing_tokenizer(recipe: Recipe, facts: Facts) -> Path | None:
+    """The directory of the tokenizer that the recipe names, where that is gone and was needed."""
+    directory = recipe.data.tokenizer
+    needed = isinstance(directory, Path) and not facts.bytes_tokenised
+    return directory if needed and isinstance(directory, Path) and not directory.is_dir() else None
 
 
 def companion_bytes(recipe: Recipe, facts: Facts) -> int:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.recipe import Recipe
-from tasks.hf_companions import companion_bytes, companion_config, copy_companions
+from tasks.hf_companions import companion_bytes, companion_config, copy_companions, missing_tokenizer
 from tasks.stored_model import ModelTensor, StoredModel
 from tiers.durable_files import new_directory, sync_file
 from tiers.errors import ShardError, TierError
@@ -71,7 +71,7 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Export:
 
     Raises:
         ExportError: `out` is taken or cannot be made, the disk is too full, the checkpoint is damaged, or the run's
-            source is gone.
+            source or tokenizer is gone.
         OSError: The disk refuses.
     """
     out = out.absolute()
@@ -79,6 +79,11 @@ def export(model: StoredModel, out: Path, settings: ExportSettings) -> Export:
         raise ExportError(f"{out} exists and is not an empty directory; name another one, nothing is overwritten")
     recipe, facts = model.recipe(), model.manifest.facts
     config = source_config(recipe)
+    if (gone := missing_tokenizer(recipe, facts)) is not None:
+        raise ExportError(
+            f"the tokenizer {gone} that the recipe names is gone; put it or a link to it back, it belongs into the "
+            "export (an empty directory in its place exports without one)"
+        )
     dtype = _dtype(settings.dtype, config, model)
     tensors = _named_tensors(model, untie=settings.untie)
     shards = plan_shards({name: t.numel * dtype.itemsize for name, t in tensors.items()}, settings.shard_bytes)

@@ -22,7 +22,12 @@ Weights = dict[str, torch.Tensor]
 
 
 def save_run(
-    run_dir: Path, config: dict[str, Any], precision: Precision, source: Path | None = None, **facts: Any
+    run_dir: Path,
+    config: dict[str, Any],
+    precision: Precision,
+    source: Path | None = None,
+    tokenizer: Path | None = None,
+    **facts: Any,
 ) -> Weights:
     """Write a checkpoint of random fp32 masters as a run would, and return them by name."""
     model = model_layout(load_model_spec(source or config, precision))
@@ -47,7 +52,7 @@ def save_run(
     recipe = {
         "run": {"name": "test", "dir": str(run_dir)},
         "model": {"source": str(source)} if source else {"config": config},
-        "data": {"path": "/nowhere"},
+        "data": {"path": "/nowhere", "tokenizer": str(tokenizer or "bytes")},
         "train": {"steps": 7, "sequence_length": 8, "sequences_per_step": 1},
         "precision": {"mode": str(precision)},
     }

@@ -146,6 +146,33 @@ def test_a_model_of_bytes_takes_no_tokenizer_of_its_source_and_ends_documents_wi
     load_model_spec(out, Precision.BF16)
 
 
+def test_a_tokenizer_that_is_gone_is_refused_unless_the_model_reads_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, tokenizer, out = source_with_companions(tmp_path), tmp_path / "tokenizer", tmp_path / "out"
+    for name, facts in (("run", {}), ("of-bytes", {"bytes_tokenised": True})):
+        save_run(tmp_path / name, {}, Precision.BF16, source=source, tokenizer=tokenizer, **facts)
+    assert export_hf.main([str(tmp_path / "run"), str(out)]) == 2
+    assert f"the tokenizer {tokenizer} that the recipe names is gone; put it" in capsys.readouterr().err
+    assert not out.exists()
+    assert export_hf.main([str(tmp_path / "of-bytes"), str(tmp_path / "out-of-bytes")]) == 0
+    tokenizer.mkdir()
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "without")]) == 0
+    assert f"tokenizer: none: {tokenizer} has none" in capsys.readouterr().out
+    (tokenizer / "tekken.json").write_text("{}")
+    assert export_hf.main([str(tmp_path / "run"), str(out)]) == 0
+    assert f"tokenizer: that of {tokenizer}" in capsys.readouterr().out and (out / "tekken.json").exists()
+
+
+@pytest.mark.parametrize("size", ["1e308", "1048577", "0", "nan"])
+def test_a_shard_of_a_size_beyond_every_disk_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        export_hf.main(["run", "out", "--max-shard-gib", size])
+    assert ended.value.code == 2 and f"--max-shard-gib: must be a number above 0, at most 1048576, got '{size}'" in (
+        capsys.readouterr().err
+    )
+
+
 def test_nothing_is_overwritten_and_damage_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     save_run(run, tiny_config("llama"), Precision.BF16)
