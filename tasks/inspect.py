@@ -136,17 +136,23 @@ def hugging_face_lines(directory: Path, *, tensors: bool) -> Iterator[str]:
     for tensor in held:
         numels[tensor.dtype] += math.prod(tensor.shape)
     yield f"Hugging Face {directory.absolute()}"
-    try:
-        config = parse_json((directory / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ShardError(f"{directory / 'config.json'} holds no table of fields")
-        yield f"model        {config.get('model_type')}, dtype {config.get('dtype', config.get('torch_dtype'))}"
-    except FileNotFoundError:
-        yield "model        config.json is missing"
+    yield f"model        {_model_line(directory / 'config.json')}"
     yield f"parameters   {numels.total():,} ({', '.join(f'{dtype} {numel:,}' for dtype, numel in numels.items())})"
     yield f"tensors      {len(held)} in {len({tensor.path for tensor in held})} files"
     for tensor in held if tensors else ():
         yield f"  {tensor.path.name:<34} {tensor.name:<60} {tensor.dtype} {list(tensor.shape)}"
+
+
+def _model_line(path: Path) -> str:
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except ValueError as error:
+        raise ShardError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ShardError(f"{path} holds no table of fields")
+    return f"{config.get('model_type')}, dtype {config.get('dtype', config.get('torch_dtype'))}"
 
 
 if __name__ == "__main__":

@@ -65,9 +65,20 @@ def test_a_tensor_whose_size_is_no_whole_number_is_refused(tmp_path: Path, size:
         read_header(path)
 
 
-def test_a_configuration_that_is_no_table_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"[]", "holds no table of fields"),
+        (b'{"model_type": "\xff"}', "cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"model_type"', "cannot be read: Expecting ':' delimiter"),
+        (nested(DEEP).encode(), "cannot be read: it is nested more than 100 deep"),
+    ],
+)
+def test_a_configuration_that_says_nothing_is_refused_by_name(
+    content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     header = b"{}"
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "config.json").write_bytes(content)
     assert inspect.main([str(tmp_path)]) == 2
-    assert "config.json holds no table of fields" in capsys.readouterr().err
+    assert f"{tmp_path / 'config.json'} {told}" in capsys.readouterr().err
