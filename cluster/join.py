@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 
 from cluster import processes
+from cluster.address import HeadAddress
 from cluster.environment import HEAD_MARKER, OBJECT_STORE_BYTES, SESSION_FOLDER, settings
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.load import machine_load
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _REMOVE_S = 5.0
-_KNOCK_S = 5.0
 _PREFIX = "mt-"
 _END_GRACE_S = 1.0
 """For daemons of a start that failed: they hold nothing yet, and some do not end before they are up."""
@@ -58,23 +58,27 @@ def connect(
     """Be a driver for the duration of the context.
 
     Args:
-        address: Of a running head. None takes `RAY_ADDRESS`, which Ray sets in a job; without it an embedded Ray
-            starts.
+        address: `HOST:PORT` of a running head. None takes `RAY_ADDRESS`, which Ray sets in a job; without it an
+            embedded Ray starts.
         num_cpus: CPUs that an embedded Ray hands out; None counts the machine's.
         num_gpus: Likewise GPUs.
 
     Raises:
+        ClusterRefusedError: The address has another form.
         ClusterError: No head answers at the address, or the embedded one did not start.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
-    if not address:
+    named = "RAY_ADDRESS" if address is None else "--address"
+    if address is None:
+        address = os.environ.get("RAY_ADDRESS") or None
+    if address is None:
         with embedded(num_cpus=num_cpus, num_gpus=num_gpus) as connection:
             yield connection
         return
+    head = HeadAddress.parse(address, named)
     try:
-        _knock(address)
+        head.knock()
         context = ray.init(address=address, logging_level=logging.WARNING)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, RayError) as error:
         raise ClusterError(
             f"no Ray head could be joined at {address}: {error}. Start one with `python -m cluster.head up` and take "
             "its variables from `python -m cluster.head env`, or unset RAY_ADDRESS to run without one"
@@ -182,14 +186,6 @@ def _lacks(needed: Mapping[str, float], present: Mapping[str, float]) -> bool:
 def _amounts(needed: Mapping[str, float], present: Mapping[str, float] | None = None) -> str:
     amounts = needed if present is None else {name: present.get(name, 0.0) for name in needed}
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
-
-
-def _knock(address: str) -> None:
-    """Raise OSError where nothing listens: `ray.init` would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=_KNOCK_S):
-            pass
 
 
 def _gcs_address() -> str:

@@ -12,7 +12,7 @@ control:    what it costs that a step is a graph of Ray calls (small models on t
 tier:       layers streamed to and from the recipe's memory.nvme_dir, or --dir, beside raw O_DIRECT of the same drive.
 optimizer:  AdamW by 1 to n actors and threads.
 
-Every command takes --set section.key=value and --json. Exit status: 0 measured, 1 rows failed, 2 refused.
+Every command takes --set section.key=value and --json. Exit status: 0 measured, 1 rows or Ray failed, 2 refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from ray.exceptions import RayError
+
 from cluster.command_line import CommandParser, count, positive
+from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.join import connect
+from cluster.output_file import OutputFile
 from pipeline.errors import PipelineError
 from pipeline.families import model_layout
 from pipeline.prediction.hardware import find_hardware, load_hardware
@@ -41,6 +45,7 @@ from tasks.bench.show import show
 from tasks.bench.step_rows import StepRows
 from tasks.bench.table import table
 from tasks.bench.tier import TierReport, measure_tier
+from tasks.failure import explain
 from tasks.preparation import prepare
 from tiers.errors import TierError
 from tiers.processors import usable_cores
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipes: list[Path] = options.recipes or [default]
     try:
         if options.what in ("step", "roof"):
-            return _rows(recipes, options, say)
+            return parser.printed(_rows(recipes, options, say))
         if len(recipes) > 1 or options.sweep or options.out:
             raise ValueError(f"bench {options.what} takes one recipe; several rows, --sweep and --out are for steps")
         recipe = load_recipe(recipes[0], options.overrides)
@@ -79,10 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 reports = _checkpoint(recipe, options, say)
             case _:
                 reports = _control(recipe, options, say)
+    except ClusterRefusedError as error:
+        return parser.refuse(error)
+    except (RayError, ClusterError) as error:
+        return parser.fail(explain(error))
     except (ValueError, TierError, PipelineError, OSError) as error:
         return parser.refuse(error)
     _print(reports, options.json)
-    return 0
+    return parser.printed(0)
 
 
 def _parser() -> CommandParser:
@@ -117,6 +126,8 @@ def _rows(recipes: Sequence[Path], options: argparse.Namespace, say: Say) -> int
         until_s=until_s,
     )
     rows = rows_of(recipes, options.overrides, options.sweep)
+    if options.out is not None:
+        OutputFile.at(options.out)  # before the first row is measured
     if len(rows) == 1 and options.out is None:
         _print(measuring.measure(rows[0]), options.json)
         return 0

@@ -11,11 +11,13 @@ import itertools
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,17 @@ def run_rows(
     Raises:
         OSError: The file cannot be written.
     """
-    if out is not None:
-        out.write_text("")
+    with nullcontext() if out is None else out.open("w") as file:
+        return _run_rows(rows, measure, file, say, until_s)
+
+
+def _run_rows(
+    rows: Sequence[Row],
+    measure: Callable[[Row], Mapping[str, object]],
+    file: TextIO | None,
+    say: Callable[[str], None],
+    until_s: float,
+) -> tuple[RowResult, ...]:
     results: list[RowResult] = []
     for number, row in enumerate(rows, 1):
         began_s = time.monotonic()
@@ -113,8 +124,8 @@ def run_rows(
             reports, error = {}, f"{type(failure).__name__}: {failure}"
             say(f"{row.name}: failed: {error}")
         results.append(RowResult(row, time.monotonic() - began_s, reports, error))
-        if out is not None:
-            _append(out, results[-1].as_json())
+        if file is not None:
+            _append(file, results[-1].as_json())
     return tuple(results)
 
 
@@ -126,8 +137,8 @@ def plain(report: object) -> object:
     return dataclasses.asdict(instance)
 
 
-def _append(out: Path, line: str) -> None:
-    with out.open("a") as file:
-        file.write(line + "\n")
-        file.flush()
+def _append(file: TextIO, line: str) -> None:
+    file.write(line + "\n")
+    file.flush()
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # pipes and devices know no fsync
         os.fsync(file.fileno())

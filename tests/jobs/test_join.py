@@ -134,16 +134,3 @@ def test_what_another_job_holds_is_waited_for_and_then_refused(ray_local: None) 
         require_resources({"CPU": 3}, timeout_s=0)
     ray.kill(holder)
     require_resources({"CPU": 3}, timeout_s=60)
-
-
-def test_an_address_where_no_head_answers_is_an_error_that_says_what_to_start() -> None:
-    program = (
-        "from cluster.join import connect\nfrom cluster.errors import ClusterError\n"
-        "try:\n    with connect('127.0.0.1:1'): pass\nexcept ClusterError as error: print(error)\n"
-    )
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert "no Ray head could be joined at 127.0.0.1:1" in ran.stdout, ran.stderr
-    assert "python -m cluster.head up" in ran.stdout

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.memory.footprint import GIB
 from pipeline.stalls import Stalls
+from support.small_recipe import write_one_step
 from tasks.bench.__main__ import main
 from tasks.bench.comparison import Figure
 from tasks.bench.roof import RoofReport
@@ -101,6 +102,24 @@ def test_the_table_marks_what_a_plan_may_not_miss() -> None:
     assert lines[3].count("**") == 6 and "2.000 s (**plan -20.0%**)" in lines[3]
     assert [line.split(": ")[0] for line in lines[5:]] == ["- bad"] * 3
     assert f"- bad: {host}: the plan lies -1.0% off the measurement, +0% to +5% are allowed" in lines
+
+
+@pytest.mark.parametrize(("address", "status"), [("127.0.0.1:1", 1), ("anywhere", 2)])
+def test_a_head_that_is_not_there_is_said_in_words(
+    address: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(["control", str(write_one_step(tmp_path, words=500))]) == status
+    error = capsys.readouterr().err
+    assert error.startswith(f"bench: {'failed' if status == 1 else 'refused'}: ") and address in error
+    assert error.count("\n") == 1
+
+
+def test_rows_go_to_a_device_too_and_to_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run_rows(rows_of(RECIPES, [], []), lambda _: {}, out=Path("/dev/null"), say=lambda _: None)
+    assert [result.error for result in results] == [None, None] and Path("/dev/null").is_char_device()
+    assert main(["roof", str(write_one_step(tmp_path, words=5)), "--out", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
 
 
 def test_rows_are_refused_where_one_report_is_made(capsys: pytest.CaptureFixture[str]) -> None:
