@@ -43,18 +43,24 @@ class MemoryAccount:
             fields = parse_json(path.read_text(encoding="utf-8"))
             if fields["format_version"] != FORMAT_VERSION:
                 raise AccountError(f"{FILE_NAME} is of format {fields['format_version']}, not {FORMAT_VERSION}.")
-            terms = (
-                Term(Place(term["place"]), str(term["name"]), int(term["num_bytes"]), str(term["why"]))
+            terms = tuple(
+                Term(Place(term["place"]), str(term["name"]), _counted(term["num_bytes"], least=0), str(term["why"]))
                 for term in fields["terms"]
             )
-            return cls(str(fields["model_type"]), int(fields["parameters"]), tuple(terms))
+            return cls(str(fields["model_type"]), _counted(fields["parameters"], least=1), terms)
         except FileNotFoundError:
             raise AccountError(f"{FILE_NAME} is missing: an older version wrote the run.") from None
         except AccountError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise AccountError(f"{FILE_NAME} cannot be read: {error!r}.") from error
 
     def as_json(self) -> str:
         """As the file has it."""
         return json.dumps({"format_version": FORMAT_VERSION} | asdict(self), indent=1) + "\n"
+
+
+def _counted(value: object, *, least: int) -> int:
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise ValueError(f"a size or number is {str(value)[:20]}")
+    return value

@@ -53,7 +53,7 @@ def page(record: RunRecord, lanes: StepLanes | None, account: MemoryAccount | st
             *_tables(record, lanes),
         ]
     )
-    return f"""<!doctype html>
+    whole = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -71,6 +71,8 @@ def page(record: RunRecord, lanes: StepLanes | None, account: MemoryAccount | st
 </body>
 </html>
 """
+    # Names of files need not be UTF-8, nor what damaged rows hold; the page is.
+    return whole.encode(errors="replace").decode()
 
 
 def embedded_json(value: object) -> str:

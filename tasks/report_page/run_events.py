@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.messages import Lane, LaneSpan
-from tasks.report_page.run_record import EVENTS, ReportError, RunRecord, rows_of
+from tasks.report_page.run_record import EVENTS, STEP_DIGITS, ReportError, RunRecord, finite, rows_of
 from tasks.report_page.step_lanes import CollectedSpan, StepLanes, lanes_of, window_of
 from tasks.report_page.thinning import median
 
-_BACKWARD = re.compile(rb'\{"step": (\d+), "name": "backward\[')
+_BACKWARD = re.compile(rb'\{"step": ' + STEP_DIGITS + rb', "name": "backward\[')
 
 
 @dataclass
@@ -81,16 +81,12 @@ def typical_step(record: RunRecord, recorded: set[int]) -> int | None:
 
 
 def _collected(row: dict[str, Any]) -> CollectedSpan | None:
-    """The span of a row; None for a row of another version."""
+    """The span of a row; None for a row of another version, or a damaged one."""
+    start_s, end_s, num_bytes = (finite(row.get(name, 0)) for name in ("start_s", "end_s", "num_bytes"))
+    if not start_s <= end_s or not num_bytes >= 0:
+        return None
     try:
-        span = LaneSpan(
-            str(row["name"]),
-            Lane(row["lane"]),
-            str(row["actor"]),
-            float(row["start_s"]),
-            float(row["end_s"]),
-            int(row.get("num_bytes", 0)),
-        )
-    except (KeyError, TypeError, ValueError):
+        span = LaneSpan(str(row["name"]), Lane(row["lane"]), str(row["actor"]), start_s, end_s, int(num_bytes))
+    except (KeyError, ValueError):
         return None
     return CollectedSpan(row["step"], span)

@@ -31,7 +31,12 @@ COLUMNS = (
 
 STALL = "stall_s."
 
-_STEP = re.compile(rb'\{"step": (\d+),')
+STEP_DIGITS = rb"(\d{1,15})"
+"""Of a step in a row; what has more is damage, and may be more than can be counted or drawn."""
+_STEP = re.compile(rb'\{"step": ' + STEP_DIGITS + rb",")
+_STEPS = range(10**15)
+_LARGEST = 1e100
+"""Of a value in a row: fp32 ends far below, and sums of what is larger may end beyond fp64."""
 
 
 class ReportError(ValueError):
@@ -86,7 +91,7 @@ def read_run(directory: Path) -> RunRecord:
         _add(record, row)
     losses: dict[int, float] = {}
     for row in rows_of(directory / EVALUATIONS, record):
-        losses[row["step"]] = _number(row.get("loss"))
+        losses[row["step"]] = finite(row.get("loss"))
     record.evaluations = sorted(losses.items())
     return record
 
@@ -107,7 +112,7 @@ def rows_of(path: Path, record: RunRecord, around: tuple[int, int] | None = None
                 continue
             try:
                 row = parse_json(line)
-                valid = isinstance(row["step"], int)
+                valid = type(row["step"]) is int and row["step"] in _STEPS
             except (ValueError, KeyError, TypeError):
                 valid = False
             if valid:
@@ -125,10 +130,10 @@ def _add(record: RunRecord, row: dict[str, Any]) -> None:
         for column in record.columns.values():
             del column[place:]
         record.skipped = [(at, why) for at, why in record.skipped if at < step]
-    values = {name: _number(row.get(name)) for name in COLUMNS}
+    values = {name: finite(row.get(name)) for name in COLUMNS}
     stalls = row.get("stall_s")
     if isinstance(stalls, dict):
-        values |= {STALL + cause: _number(seconds) for cause, seconds in stalls.items()}
+        values |= {STALL + cause: finite(seconds) for cause, seconds in stalls.items()}
     for name in values.keys() - record.columns.keys():
         record.columns[name] = []
     # Causes keep the order in which rows name them.
@@ -142,8 +147,8 @@ def _add(record: RunRecord, row: dict[str, Any]) -> None:
         record.skipped.append((step, str(row.get("skip_reason") or "not applied")))
 
 
-def _number(value: object) -> float:
-    """A finite number, NaN for null and anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+def finite(value: object) -> float:
+    """A number that can be computed with; NaN for null and anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         return math.nan
     return float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -250,6 +251,50 @@ def test_refusals_say_what_there_is_and_leave_the_old_page(tmp_path: Path, capsy
     assert report.main([str(run), "--out", str(run / "link")]) == 0
     assert (run / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+HUGE = "9" * 400
+"""A whole number that is no float."""
+
+
+@pytest.mark.parametrize("value", [HUGE, f"-{HUGE}", "1e308", "1e999", "NaN", "true", '"x"', "[]", "9" * 5000])
+def test_numbers_that_cannot_be_computed_with_are_passed_over(tmp_path: Path, value: str) -> None:
+    rows = [metrics_row(step) for step in (1, 2, 3)]
+    events = [row for step in (1, 2, 3) for row in events_of(step, 10.0 * step)]
+    run = write_run(tmp_path / "run", rows, events)
+    plain = page_of(run)
+    for name, keys in (
+        ("metrics", [*(key for key in rows[0] if not key.startswith("s")), "step_s", "stage", "step"]),
+        ("events", ["start_s", "end_s", "num_bytes", "step"]),
+        ("evaluation", ["loss", "step"]),
+    ):
+        path = run / f"{name}.jsonl"
+        text = path.read_text()
+        for key in keys:
+            # Of several damaged rows even what is a float may end their sum.
+            damaged = re.sub(rf'"{key}": [^,}}]+', f'"{key}": {value}', "".join(text.splitlines(keepends=True)[1:]))
+            path.write_text(text + damaged)
+            assert "Lanes of step" in page_of(run), (name, key)
+        path.write_text(text)
+    assert page_of(run) == plain
+
+
+@pytest.mark.parametrize("value", [HUGE, "1e999", "-1", "1.5", "null", '"1"'])
+@pytest.mark.parametrize("key", ["parameters", "num_bytes"])
+def test_a_damaged_account_of_memory_is_told_and_the_page_made(tmp_path: Path, key: str, value: str) -> None:
+    run = write_run(tmp_path / "run", [metrics_row(1)], [])
+    text = MemoryAccount("llama", 7, (Term(Place.RAM, "weights", 14, "two bytes each"),)).as_json()
+    for damaged in (value, "0") if key == "parameters" else (value,):
+        (run / "memory.json").write_text(re.sub(rf'"{key}": \d+', f'"{key}": {damaged}', text))
+        assert "memory.json cannot be read: " in page_of(run)
+    (run / "memory.json").write_text(text)
+    assert "two bytes each" in page_of(run)
+
+
+def test_a_run_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
+    rows = [metrics_row(1, skipped=True, skip_reason="\ud800")]
+    run = write_run(tmp_path / os.fsdecode(b"r\xfc"), rows, [])
+    assert "<h1>r?</h1>" in page_of(run)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
