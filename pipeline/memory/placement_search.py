@@ -17,7 +17,8 @@ from pipeline.memory.device_fit import (
     spilled_boundaries,
 )
 from pipeline.memory.device_ways import DeviceWay, chunk_sizes, worth_trying
-from pipeline.memory.footprint import Place, Term, total
+from pipeline.memory.drive_footprint import drive_terms
+from pipeline.memory.footprint import Place, total
 from pipeline.memory.freed_gradients import FreedGradients
 from pipeline.memory.homes import Spill, homes, without_ram_gradients
 from pipeline.memory.host_footprint import arena_terms, process_terms, stand_in_terms
@@ -25,8 +26,7 @@ from pipeline.memory.placement_request import MemoryBudget, Placement, Placement
 from pipeline.memory.spill_bytes import all_spill_bytes
 from pipeline.schedule import SchedulePlan
 from tiers.arena_map import ArenaMap, LayerHome, TierPlan
-from tiers.layout import Buffer, ElementType, ModelLayout, buffer_types, state_buffers
-from tiers.scratch import scratch_bytes
+from tiers.layout import ElementType, ModelLayout
 
 
 def solve(request: PlacementRequest, budget: MemoryBudget) -> Placement | Shortage:
@@ -142,7 +142,7 @@ def _first_fit(request: PlacementRequest, budget: MemoryBudget) -> Placement | S
             return _placement(request, budget, tier_of(spill, held), spilled, held)
     if least_drive is not None:
         needed, spill, held = least_drive
-        return Shortage(Place.NVME, needed, _nvme_terms(tier_of(spill, held)))
+        return Shortage(Place.NVME, needed, drive_terms(tier_of(spill, held)))
     assert least is not None
     _, spill, held = least
     closest = _placement(request, budget, tier_of(spill, held), spilled, held)
@@ -184,7 +184,7 @@ def _placement(request: PlacementRequest, budget: MemoryBudget, tier: TierPlan, 
         _schedule(request, tier.homes, extras),
         spilled,
         budget,
-        (*host, *device, *_nvme_terms(tier)),
+        (*host, *device, *drive_terms(tier)),
         request.step,
         request.mlp_chunk_tokens or 0,
     )
@@ -207,18 +207,3 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: E
         boundary_every=request.boundary_every or 1,
         waves=request.waves or 1,
     )
-
-
-def _nvme_terms(tier: TierPlan) -> tuple[Term, ...]:
-    """Account of the working files."""
-    types = buffer_types(tier.model.precision)
-    state_bytes = sum(types[buffer].bytes for buffer in state_buffers(tier.model.precision))
-    pairs = list(zip(tier.model.layers, tier.homes, strict=True))
-    weights = sum(layer.numel for layer, home in pairs if home.weight_slot is not None) * types[Buffer.WEIGHT].bytes
-    states = sum(layer.numel for layer, home in pairs if home.state_slot is not None) * state_bytes
-    terms = (
-        Term(Place.NVME, "weights", weights, "read twice for the device, once for the update, written once a step"),
-        Term(Place.NVME, "optimizer state", states, "read and written once a step"),
-        Term(Place.NVME, "indexes", scratch_bytes(tier) - weights - states, "checksums of chunks, alignment"),
-    )
-    return tuple(term for term in terms if term.num_bytes)

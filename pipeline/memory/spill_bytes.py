@@ -1,7 +1,7 @@
 """Bytes of every way to put something on NVMe, by arithmetic: laying out the arena for each would take seconds.
 
-A search asks for them thousands of times, with other budgets each time. `tiers.layout.ArenaMap` and `tiers.scratch` are
-the truth; a test holds this to them.
+A search asks for them thousands of times, with other budgets each time. `ArenaMap` and `drive_bytes` are the
+truth; a test holds this to them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from pipeline.memory.drive_footprint import GROUP_BYTES, STORE_BYTES, layer_bytes
 from pipeline.memory.homes import Spill, spills, staging
 from tiers.layout import PAGE_BYTES, Buffer, ModelLayout, buffer_types, round_up, state_buffers
-from tiers.shards import ShardGeometry
 
 
 class SpillBytes(NamedTuple):
@@ -40,10 +40,9 @@ class _Counting:
         state = [types[buffer] for buffer in state_buffers(model.precision)]
         self._weight = [round_up(layer.numel * types[Buffer.WEIGHT].bytes, PAGE_BYTES) for layer in model.layers]
         self._state = [sum(round_up(layer.numel * kind.bytes, PAGE_BYTES) for kind in state) for layer in model.layers]
-        self._weight_file = [ShardGeometry.of(layer.numel, types[Buffer.WEIGHT]).file_bytes for layer in model.layers]
-        self._state_file = [
-            sum(ShardGeometry.of(layer.numel, kind).file_bytes for kind in state) for layer in model.layers
-        ]
+        self._weight_file = [layer_bytes(layer.numel, [types[Buffer.WEIGHT]]) for layer in model.layers]
+        # No layer has weights there without its state.
+        self._state_file = [layer_bytes(layer.numel, state) + GROUP_BYTES for layer in model.layers]
 
     def of(self, spill: Spill) -> SpillBytes:
         state_slots = staging(self._model, spill.state, spill.staging_slots)
@@ -54,7 +53,7 @@ class _Counting:
         slots += _slots(spill.weights, state_slots, self._weight)
         files = sum(self._weight_file[layer] for layer in spill.weights)
         files += sum(self._state_file[layer] for layer in spill.state)
-        return SpillBytes(spill, left - slots, files)
+        return SpillBytes(spill, left - slots, files + STORE_BYTES)
 
 
 def _slots(layers: Iterable[int], slots: Mapping[int, int], num_bytes: list[int]) -> int:

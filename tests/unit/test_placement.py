@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.memory.drive_footprint import drive_bytes
 from pipeline.memory.footprint import GIB, Place, total
 from pipeline.memory.homes import Spill, homes, spills
 from pipeline.memory.host_footprint import arena_terms
@@ -25,7 +26,6 @@ from tiers.layout import (
     TensorSpec,
     place_tensors,
 )
-from tiers.scratch import scratch_bytes
 
 COMPUTE = ComputeShape(hidden_size=64, intermediate_size=256, query_size=64, kv_size=32, head_size=16, vocab_size=4096)
 STEP = StepShape(sequence_length=128, sequences=8, micro_batch=2)
@@ -121,7 +121,7 @@ def test_bytes_by_arithmetic_are_those_of_the_arena_and_the_files(precision: Pre
     for way in ways:
         plan = plan_of(way.spill)
         assert in_ram - way.saved_bytes == ArenaMap.of(plan).total_bytes
-        assert way.nvme_bytes == scratch_bytes(plan)
+        assert way.nvme_bytes == drive_bytes(plan)
 
 
 @pytest.mark.parametrize("slots", [2, 3])
@@ -283,7 +283,7 @@ def test_a_run_says_in_a_line_where_its_bytes_live() -> None:
     wanted = request(model(decoders=16))
     assert summary(place(wanted, ROOMY)).endswith("; 2 sequences at a time")
     text = summary(place(wanted, squeezed(wanted, 60 << 20)))
-    assert "NVMe 50.00 MiB; state of" in text and "layers on NVMe" in text
+    assert "NVMe 50.29 MiB; state of" in text and "layers on NVMe" in text
     assert "gradients of 18 layers held on the device" in text
     kept = replace(request(model(decoders=6)), processes=GPU, kept_layers=None)
     assert "activations of all 6 layers kept;" in summary(place(kept, ROOMY))
