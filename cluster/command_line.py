@@ -122,11 +122,18 @@ def count(text: str) -> int:
     return int(_number(text, lambda value: value >= 1 and value == int(value), "a whole number from 1"))
 
 
-def port(text: str) -> int:
-    """A number of a TCP port, as a type of an argument."""
-    return int(
-        _number(text, lambda value: 1 <= value <= 65_535 and value == int(value), "a whole number from 1 to 65535")
-    )
+def count_to(most: int) -> Callable[[str], int]:
+    """Whole numbers from 1 to `most`, as a type of an argument."""
+
+    def count_so_far(text: str) -> int:
+        which = f"a whole number from 1 to {most}"
+        return int(_number(text, lambda value: 1 <= value <= most and value == int(value), which))
+
+    return count_so_far
+
+
+port = count_to(65_535)
+"""A number of a TCP port, as a type of an argument."""
 
 
 def _number(text: str, accepts: Callable[[float], bool], which: str) -> float:

@@ -15,12 +15,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.command_line import CommandParser, count, not_negative, port
+from cluster.command_line import CommandParser, count_to, not_negative, port
 from cluster.dashboard import Dashboard
 from cluster.environment import JOB_STOP_WAIT_S, client_environment, state_directory
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.lifecycle import HeadSettings, live_head, start, stop
 from cluster.state import HeadState, StateDirectory
+
+MOST_CPUS = 10_000
+"""More than any machine has; Ray starts a worker for each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +79,7 @@ def _parser() -> CommandParser:
         metavar="DIR",
         help="where Ray keeps sessions and logs (the system's temporary directory)",
     )
-    up.add_argument("--num-cpus", type=count, metavar="N", help="CPUs that Ray may hand out (all)")
+    up.add_argument("--num-cpus", type=count_to(MOST_CPUS), metavar="N", help="CPUs that Ray may hand out (all)")
     up.add_argument("--json", action="store_true", help="print the addresses as JSON")
     down = commands.add_parser("down", help="stop the head, and nothing else")
     down.add_argument(

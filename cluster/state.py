@@ -78,17 +78,23 @@ class StateDirectory:
     def load(self) -> HeadState | None:
         """The recorded head, alive or not; None where there is none."""
         try:
-            text = self._file.read_text()
+            content = self._file.read_bytes()
         except FileNotFoundError:
             return None
         try:
-            record = json.loads(text)
+            record = json.loads(content)
+            if not isinstance(record, dict):
+                raise ValueError(f"it holds no table of fields but {type(record).__name__}")
             version = record.pop("format_version")
             if version != FORMAT_VERSION:
                 raise ValueError(f"format_version {version}, this program knows {FORMAT_VERSION}")
             record["processes"] = tuple(ProcessId(**process) for process in record["processes"])
             for name in ("temp_dir", "token_path"):
-                record[name] = Path(record[name])
+                record[name] = _absolute(record[name])
+            if wrong := [name for name in ("marker", "address", "dashboard_url") if not isinstance(record[name], str)]:
+                raise ValueError(f"{', '.join(wrong)} must be text")
+            if not record["marker"]:
+                raise ValueError("the marker is empty")
             return HeadState(**record)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ClusterError(
@@ -111,6 +117,14 @@ class StateDirectory:
         """Forget the head and its token."""
         self.token_path.unlink(missing_ok=True)
         self._file.unlink(missing_ok=True)
+
+
+def _absolute(text: str) -> Path:
+    """A path that `down` may remove: of another, as an empty one, it would be the current folder."""
+    path = Path(text)
+    if not path.is_absolute():
+        raise ValueError(f"{text!r} is no absolute path")
+    return path
 
 
 def write_token(path: Path) -> None:

@@ -147,7 +147,13 @@ def load_hardware(path: Path) -> Hardware:
 
 
 def find_hardware(name: str) -> Path:
-    """Path of a hardware file: `name` as a path, else as the name of a shipped one."""
+    """Path of a hardware file: `name` as a path, else as the name of a shipped one.
+
+    Raises:
+        HardwareError: `name` is empty, as of a variable that is not set.
+    """
+    if not name:
+        raise HardwareError("a hardware file has no name: got '', give a path or the name of a shipped one")
     shipped = SHIPPED / f"{name}.toml"
     return shipped if shipped.exists() and not Path(name).exists() else Path(name)
 

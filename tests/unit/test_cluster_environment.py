@@ -75,8 +75,21 @@ def test_state_and_token_are_private_and_come_back_equal(tmp_path: Path) -> None
     assert directory.load() is None and not state.token_path.exists()
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 2}', "[1]"])
+HEAD = '"format_version": 1, "token_path": "/t", "processes": []'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{}", '{"format_version": 2}', "[1]", '"x"', "null", "7"),
+        f'{{{HEAD}, "marker": "m", "address": "h:1", "dashboard_url": null, "temp_dir": "/mt-head-x"}}',
+        f'{{{HEAD}, "marker": "m", "address": 7, "dashboard_url": "u", "temp_dir": "/mt-head-x"}}',
+        f'{{{HEAD}, "marker": "", "address": "h:1", "dashboard_url": "u", "temp_dir": "/mt-head-x"}}',
+        f'{{{HEAD}, "marker": "m", "address": "h:1", "dashboard_url": "u", "temp_dir": ""}}',
+        "\udcff",
+    ],
+)
 def test_a_state_file_that_is_none_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
-    (tmp_path / "head.json").write_text(content)
+    (tmp_path / "head.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ClusterError, match=r"head\.json is not the state of a head"):
         StateDirectory(tmp_path).load()

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from cluster.command_line import count, not_negative, port, positive
+from cluster.command_line import count, count_to, not_negative, port, positive
 
 COMMANDS = (
     "tasks.train",
@@ -71,6 +71,15 @@ def test_what_a_command_prints_cannot_fail_it(name: str, monkeypatch: pytest.Mon
     assert ended.value.code == 0
 
 
+def test_a_head_of_more_cpus_than_any_machine_has_is_refused_before_ray_is_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _module("cluster.head").main(["up", "--num-cpus", "1e30"])
+    assert ended.value.code == 2
+    assert "--num-cpus: must be a whole number from 1 to 10000, got '1e30'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -105,6 +114,7 @@ def test_the_help_of_a_command_within_a_command_names_both(capsys: pytest.Captur
         (positive, {"0.5": 0.5, "3": 3.0}, ("0", "-1", "nan", "inf", "x", "")),
         (not_negative, {"0": 0.0, "2.5": 2.5}, ("-0.1", "nan", "inf", "x")),
         (count, {"1": 1, "2e9": 2_000_000_000}, ("0", "-1", "1.5", "nan", "1e999", "x")),
+        (count_to(10), {"1": 1, "1e1": 10}, ("0", "11", "1e30", "x", "")),
         (port, {"1": 1, "65535": 65_535}, ("0", "65536", "-1", "80.5", "x")),
     ],
 )

@@ -33,6 +33,11 @@ def test_every_shipped_machine_reads_back_equal(path: Path, tmp_path: Path) -> N
     assert find_hardware(path.stem) == path
 
 
+def test_an_empty_name_is_no_machine() -> None:
+    with pytest.raises(HardwareError, match="has no name"):
+        find_hardware("")
+
+
 def test_a_wrong_hardware_file_is_refused_with_its_keys(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     text = (SHIPPED / "h200-measured.toml").read_text()
