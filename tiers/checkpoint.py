@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tiers.durable_files import make_directory, sync_directory, sync_file
 from tiers.errors import CheckpointError, ShardError
-from tiers.layout import ModelLayout, stored_buffers
+from tiers.layout import PAGE_BYTES, ModelLayout, stored_buffers
 from tiers.manifest import Facts, Manifest, verify, write_manifest
 from tiers.preflight import check_free_bytes
 from tiers.shard_store import write_metadata
@@ -32,7 +32,10 @@ REPLACED = ".replaced"
 ASIDE = ".aside"
 """What had this step's name and is no checkpoint, or one that the run went back behind: kept, it is the user's."""
 METADATA_BYTES = 1 << 20
-"""Room for `zarr.json` files and the manifest beside the shards."""
+"""Room for the manifest and what belongs to the whole store."""
+SHARD_BYTES = 5 * PAGE_BYTES
+"""Room that a filesystem takes for a shard beside its bytes: `zarr.json`, two folders, the end of its last block, and
+its share of the layer's folder and metadata."""
 
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(PARTIAL)}|{re.escape(REPLACED)})?")
 
@@ -47,7 +50,8 @@ class Skipped:
 
 def required_bytes(model: ModelLayout) -> int:
     """Disk space of one checkpoint: what a plan multiplies by the number kept, plus one while it is written."""
-    return store_bytes(model) + METADATA_BYTES
+    shards = len(model.layers) * len(stored_buffers(model.precision))
+    return store_bytes(model) + METADATA_BYTES + shards * SHARD_BYTES
 
 
 class CheckpointWriter:
