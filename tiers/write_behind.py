@@ -93,6 +93,7 @@ class PendingLayer:
                 # One that is being copied is released by who copies it.
                 if chunk.state is not _State.COPYING:
                     self._release(chunk)
+            self._chunks = {}  # many, and this may stay until a later checkpoint
             self._owner.changed.notify_all()
 
     def _block_for(self, chunk: _Chunk) -> ByteArray | None:

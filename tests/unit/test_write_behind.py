@@ -141,6 +141,7 @@ def test_layers_that_are_never_captured_do_not_add_up() -> None:
     assert not behind._layers
     for step in range(3):  # after 0 steps without a graph, and checkpoints between them, which nobody captures
         write(step, layer=0, to_be_captured=True)
+    assert not any(pending._chunks for pending in behind._layers.values())
     behind.capture(Path("step-000000.partial"), 0, arrays, CHUNKS)
     assert not behind._layers
 
