@@ -37,6 +37,7 @@ from pipeline.families import model_layout
 from pipeline.prediction.hardware import find_hardware, load_hardware
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe_placement import spec_of
+from tasks.arguments import gibibytes
 from tasks.bench.checkpoint import measure_checkpoints
 from tasks.bench.control import measure_control
 from tasks.bench.optimizer import OptimizerReport, measure_optimizer, mixtures
@@ -109,7 +110,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--dir", type=Path, help="tier, checkpoint: directory on the drive")
     parser.add_argument("--rounds", type=count, default=5, help="tier, checkpoint, control: rounds measured")
     parser.add_argument("--compression", choices=[*Compression], help="checkpoint: this one alone")
-    parser.add_argument("--gib", type=positive, default=4.0, help="tier, optimizer: bytes to work on")
+    parser.add_argument("--gib", type=gibibytes, default=4.0, help="tier, optimizer: bytes to work on")
     parser.add_argument("--seconds", type=positive, default=3.0, help="optimizer: for each mixture")
     return parser
 

@@ -257,7 +257,7 @@ HUGE = "9" * 400
 """A whole number that is no float."""
 
 
-@pytest.mark.parametrize("value", [HUGE, f"-{HUGE}", "1e308", "1e999", "NaN", "true", '"x"', "[]", "9" * 5000])
+@pytest.mark.parametrize("value", [HUGE, f"-{HUGE}", "1e308", "1e999", "NaN", "[]", "9" * 5000])
 def test_numbers_that_cannot_be_computed_with_are_passed_over(tmp_path: Path, value: str) -> None:
     rows = [metrics_row(step) for step in (1, 2, 3)]
     events = [row for step in (1, 2, 3) for row in events_of(step, 10.0 * step)]
