@@ -2,19 +2,19 @@
 
     python -m cluster.submit [--no-wait] -- python -m tasks.train RECIPE.toml
 
-Ctrl+C stops the job, which then finishes its step and writes a checkpoint; a second one leaves it to itself.
+Ctrl+C stops the job, which then finishes its step and writes a checkpoint; a second one leaves it to itself. Nothing
+changes where nobody reads the log any more (`| head`): the job goes on, and its status comes back when it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from cluster.lifecycle import live_head
 from cluster.state import HeadState, StateDirectory
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobSubmissionClient
+    from ray.job_submission import JobDetails, JobSubmissionClient
 
 _RETRY_S = 1.0
 _RETRIES = 30
@@ -77,10 +77,15 @@ def submit(state: HeadState, command: Sequence[str], directory: Path) -> Submitt
         directory: Becomes the job's working directory, as a copy.
 
     Raises:
-        ClusterRefusedError: The directory is too large to take along.
+        ClusterRefusedError: The directory cannot be taken along, as one that is too large, or the command is no text.
         ClusterError: The head does not answer or refuses the job.
     """
-    working_dir.check(directory.resolve())
+    directory = directory.resolve()
+    entrypoint = shlex.join(absolute(command, directory))
+    try:
+        entrypoint.encode()
+    except UnicodeEncodeError as error:
+        raise ClusterRefusedError(f"the command {entrypoint!r} is not UTF-8, as what a job gets must be") from error
     # Before Ray is imported, because that is when it reads them; RAY_AUTH_TOKEN would win over the file.
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update(
@@ -88,18 +93,21 @@ def submit(state: HeadState, command: Sequence[str], directory: Path) -> Submitt
             os.environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
         )
     )
+    from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
+    from requests import RequestException  # part of `ray[default]`, as the client is
 
+    working_dir.check(directory)
     # A dozen lines about ignore files and closed sockets a job; the first two set a level of their own.
     for name in ("ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         client = JobSubmissionClient(state.dashboard_url)
         submission_id = client.submit_job(
-            entrypoint=shlex.join(absolute(command, directory.resolve())),
-            runtime_env={"working_dir": str(directory.resolve()), "excludes": working_dir.excludes(directory)},
+            entrypoint=entrypoint,
+            runtime_env={"working_dir": str(directory), "excludes": list(working_dir.EXCLUDES)},
         )
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, RequestException, RayError) as error:
         raise ClusterError(f"the job could not be submitted to {state.dashboard_url}: {error}") from error
     return SubmittedJob(client, submission_id)
 
@@ -143,34 +151,52 @@ async def _follow(job: SubmittedJob) -> int:
     for signum in _STOPPING:
         loop.add_signal_handler(signum, interrupt)
     try:
-        await followed
+        ended = await followed
     except asyncio.CancelledError:
         return _INTERRUPTED
     finally:
-        with contextlib.suppress(RuntimeError):  # it had ended by itself before it could be stopped
-            await asyncio.gather(*stopping)
-    return await asyncio.to_thread(_exit_status, job)
+        # It may have ended by itself before it could be stopped, or its head be gone: then the log has ended too.
+        await asyncio.gather(*stopping, return_exceptions=True)
+    if ended.status == "SUCCEEDED":
+        return 0
+    print(f"job {job.submission_id} {ended.status}: {ended.message}", file=sys.stderr, flush=True)
+    return ended.driver_exit_code or 1
 
 
-async def _print_log(job: SubmittedJob) -> None:
-    """Print the log to its end, going on where it was after a lost connection."""
+async def _print_log(job: SubmittedJob) -> JobDetails:
+    """Print the log to its end; return what became of the job."""
+    ended: JobDetails | None = None
+    async for said in _log(job):
+        if isinstance(said, str):
+            print(said, end="", flush=True)
+        else:
+            ended = said
+    assert ended is not None
+    return ended
+
+
+async def _log(job: SubmittedJob) -> AsyncIterator[str | JobDetails]:
+    """The log to its end, going on where it was after a lost connection, and at last what became of the job."""
     import aiohttp  # part of `ray[default]`, as the client is
+    from ray.exceptions import RayError
 
-    printed = 0
+    known = 0
     failures = 0
     while True:
         seen = 0
         try:
             async for text in job.client.tail_job_logs(job.submission_id):
-                new = text[max(0, printed - seen) :]
+                new = text[max(0, known - seen) :]
                 seen += len(text)
                 if new:
-                    print(new, end="", flush=True)
-                    printed += len(new)
+                    known += len(new)
                     failures = 0
-            if (await asyncio.to_thread(job.client.get_job_info, job.submission_id)).status.is_terminal():
+                    yield new
+            details = await asyncio.to_thread(job.client.get_job_info, job.submission_id)
+            if details.status.is_terminal():
+                yield details
                 return
-        except (OSError, RuntimeError, aiohttp.ClientError) as error:
+        except (OSError, RuntimeError, aiohttp.ClientError, RayError) as error:
             failures += 1
             if failures > _RETRIES:
                 raise ClusterError(
@@ -178,14 +204,6 @@ async def _print_log(job: SubmittedJob) -> None:
                     "see `python -m cluster.head status`"
                 ) from error
         await asyncio.sleep(_RETRY_S)
-
-
-def _exit_status(job: SubmittedJob) -> int:
-    info = job.client.get_job_info(job.submission_id)
-    if info.status == "SUCCEEDED":
-        return 0
-    print(f"job {job.submission_id} {info.status}: {info.message}", file=sys.stderr, flush=True)
-    return info.driver_exit_code or 1
 
 
 if __name__ == "__main__":

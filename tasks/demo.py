@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return parser.refuse(f"{paths.root} cannot be made: {error.strerror}")
     try:
         return _demo(paths, options.overrides)
-    except (ClusterError, DemoError) as error:
+    except (ClusterError, DemoError, OSError) as error:
         return parser.fail(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -103,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             # Whoever presses Ctrl+C twice still wants the head to be gone.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            stop(paths.state, say=_say)
+            try:
+                stop(paths.state, say=_say)
+            except (ClusterError, OSError) as error:
+                parser.fail(error)
             shutil.rmtree(paths.state.path, ignore_errors=True)
 
 
