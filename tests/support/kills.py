@@ -191,6 +191,7 @@ def running(
     inside: Path | None = None,
     homes: Homes | None = None,
     durable: Path | None = None,
+    unread: bool = False,
 ) -> Iterator[Run]:
     """Start a run; whatever is left of it at exit is killed.
 
@@ -202,6 +203,7 @@ def running(
         inside: Folder for traps, which makes them work.
         homes: Where layers live, instead of where they fit.
         durable: Directory of which fsyncs are journalled in `inside`.
+        unread: Give it a standard output whose reader has gone; `log` receives what goes to standard error.
     """
     log = log or run_dir.with_suffix(".log")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -221,15 +223,24 @@ def running(
         command += ["--set", option]
     earlier = log.read_text(errors="replace") if log.exists() else ""
     with log.open("ab") as output:
+        said = _pipe_without_reader() if unread else output.fileno()
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=environment, start_new_session=True
+            command, stdout=said, stderr=output, cwd=REPOSITORY, env=environment, start_new_session=True
         )
+        if unread:
+            os.close(said)
     run = Run(recipe, run_dir, log, process, inside, earlier.count(": done in "))
     try:
         yield run
     finally:
         if process.poll() is None:
             run.lose_power()
+
+
+def _pipe_without_reader() -> int:
+    readable, writable = os.pipe()
+    os.close(readable)
+    return writable
 
 
 def shards(checkpoint: Path) -> dict[str, bytes]:
