@@ -15,9 +15,12 @@ from pipeline.recipe.resolved import Recipe
 _RAY_COPY = "working_dir_files"
 """Folder in which Ray keeps its copies of a job's working directory, and deletes them."""
 
+_MOST_BITS = 10_000
+"""Python writes no longer number out: messages could not show it."""
+
 
 def unusable_values(value: Any, key: str = "") -> Iterator[Problem]:
-    """Find dates, which TOML has and no key takes, and names of files that are no text.
+    """Find what TOML has and no key takes: dates, numbers of thousands of digits, names of files that are no text.
 
     Args:
         value: A table of what a recipe and the command line say, with paths resolved, or a part of it.
@@ -33,6 +36,8 @@ def unusable_values(value: Any, key: str = "") -> Iterator[Problem]:
     elif isinstance(value, list):
         for inner in value:
             yield from unusable_values(inner, key)
+    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        yield Problem(key, f"is a number of more than {_MOST_BITS:,} bits")
     elif isinstance(value, datetime.date | datetime.time):
         yield Problem(key, "dates are not used; write text in quotes", str(value))
     elif isinstance(value, str) and _escaped(value) != value:

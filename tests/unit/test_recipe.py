@@ -303,6 +303,7 @@ def test_sizes_beyond_every_machine_are_refused(tmp_path: Path, key: str) -> Non
     path = write(tmp_path)
     for value in ("1e308", "1e999", "9" * 400):
         assert f"{key} = " in message_of(path, f"memory.nvme_dir={tmp_path}", f"{key}={value}")
+    assert f"{key}: is a number of more than" in message_of(path, f"{key}=0x{'f' * 5000}")
     assert "at most " in message_of(path, f"{key}={2**20 if 'layers' in key else ''}000000")
 
 
