@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -32,14 +33,25 @@ class Job:
         return self.status in _FINISHED
 
 
+def _knock(port: int) -> None:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=_REQUEST_S).close()
+    except OSError as error:
+        raise ClusterError(f"nothing answers yet on port {port}, where jobs are started: {error}") from error
+
+
 @dataclass(frozen=True)
 class Dashboard:
     """The dashboard of a head."""
 
     state: HeadState
 
-    def wait_until_ready(self, timeout_s: float) -> None:
+    def wait_until_ready(self, agent_port: int, timeout_s: float) -> None:
         """Return when jobs can be submitted.
+
+        Args:
+            agent_port: Of the process that starts jobs; the dashboard refuses jobs where it comes 10 s late.
+            timeout_s: How long both may take.
 
         Raises:
             ClusterError: Not within `timeout_s`.
@@ -48,6 +60,7 @@ class Dashboard:
         while True:
             try:
                 self._request("GET", "/api/version")
+                _knock(agent_port)
                 return
             except ClusterError as error:
                 if time.monotonic() > deadline:

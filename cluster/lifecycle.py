@@ -148,7 +148,7 @@ def _start_once(
         _run_ray_start(state, settings, ports)
         state = replace(state, address=f"{_HOST}:{ports.gcs}", processes=tuple(processes.processes_of(state.marker)))
         directory.save(state)
-        Dashboard(state).wait_until_ready(_READY_S)
+        Dashboard(state).wait_until_ready(ports.agent, _READY_S)
     except BaseException:
         processes.end(state.marker, state.processes, grace_s=_END_GRACE_S)
         _clear(directory, state)
