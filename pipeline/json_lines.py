@@ -29,8 +29,8 @@ class JsonLines:
             OSError: The file cannot be written.
         """
         make_directory(path.parent)
-        self.last_step = _drop_rows_after(path, resumed_step) if path.exists() else None
-        """Of the last row; None where there is none."""
+        if path.exists():
+            _drop_rows_after(path, resumed_step)
         # Unbuffered: a row is handed to the kernel whole, so that readers and a kill never meet half of one, and what a
         # full disk refuses does not wait for the next one.
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, FILE_MODE)
@@ -52,7 +52,6 @@ class JsonLines:
         for row in rows:
             line = json.dumps(row, allow_nan=False).encode() + b"\n"
             self._write(line)
-            self.last_step = row["step"]
             self._num_bytes += len(line)
 
     def sync(self) -> None:
@@ -86,14 +85,18 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **dict.fromkeys(bad), "non_finite": bad}
 
 
-def _drop_rows_after(path: Path, step: int) -> int | None:
-    """Keep the rows up to `step`; return the step of the last one."""
+def has_row(path: Path, step: int) -> bool:
+    """Whether a file, which may be missing, has a row of `step`."""
+    return path.exists() and any(_step_of(line) == step for line in path.read_bytes().splitlines(keepends=True))
+
+
+def _drop_rows_after(path: Path, step: int) -> None:
+    """Keep the rows up to `step`."""
     with naming(path):
         content = path.read_bytes()
     kept = [line for line in content.splitlines(keepends=True) if _step_of(line) <= step]
     if len(joined := b"".join(kept)) != len(content):
         replace_file(path, joined)
-    return int(_step_of(kept[-1])) if kept else None
 
 
 def _step_of(line: bytes) -> float:

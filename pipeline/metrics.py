@@ -19,11 +19,13 @@ from typing import TextIO
 import ray
 from ray.util.metrics import Gauge
 
-from pipeline.json_lines import JsonLines, finite
+from pipeline.json_lines import JsonLines, finite, has_row
 from pipeline.messages import LaneSpan
 from tiers.quantities import shown_count, shown_duration
 
 logger = logging.getLogger(__name__)
+
+EVALUATION_NAME = "evaluation.jsonl"
 
 _RECENT_STEPS = 20
 """Steps whose median time predicts the rest: a compilation, an evaluation or a checkpoint does not move it."""
@@ -103,11 +105,7 @@ class EvaluationWriter:
 
     def __init__(self, run_dir: Path, resumed_step: int = 0) -> None:
         """Open the file of the run that goes on after `resumed_step`."""
-        self._lines = JsonLines(run_dir / "evaluation.jsonl", resumed_step)
-
-    def has(self, step: int) -> bool:
-        """Whether the last row is of `step`."""
-        return self._lines.last_step == step
+        self._lines = JsonLines(run_dir / EVALUATION_NAME, resumed_step)
 
     def write(self, step: int, loss: float, supervised_tokens: int) -> None:
         """Append the loss on held-out data after `step`."""
@@ -120,6 +118,11 @@ class EvaluationWriter:
     def close(self) -> None:
         """Close the file."""
         self._lines.close()
+
+
+def is_evaluated(run_dir: Path, step: int) -> bool:
+    """Whether evaluation.jsonl has a row of `step`; changes nothing."""
+    return has_row(run_dir / EVALUATION_NAME, step)
 
 
 class EventsWriter:

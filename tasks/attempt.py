@@ -14,13 +14,14 @@ from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
 from pipeline.errors import ActorLostError, OperationError, RayLostError
 from pipeline.families.flops import model_flops_per_token
+from pipeline.metrics import is_evaluated
 from tasks.checkpointing import Checkpoints, Progress
 from tasks.data.loader import BatchLoader
 from tasks.evaluation import evaluation
 from tasks.failure import actor_states, failure_of, is_death, loss_at_start, loss_of, ray_loss
 from tasks.filling import fill
 from tasks.preparation import Data, Preparation
-from tasks.resume import ResumePoint
+from tasks.resume import ResumePoint, same_command
 from tasks.run_directory import RunDirectory
 from tasks.run_log import RunFacts, RunLog
 from tasks.stop_signals import StopSignals
@@ -40,7 +41,12 @@ class Launch:
 
 
 def attempt(
-    launch: Launch, resume: ResumePoint | None, number: int, signals: StopSignals, say: Callable[[str], None]
+    launch: Launch,
+    resume: ResumePoint | None,
+    number: int,
+    begin: Callable[[], None],
+    signals: StopSignals,
+    say: Callable[[str], None],
 ) -> Ending:
     """Train from `resume` to the end with actors of this attempt's own; they are gone when it returns or raises.
 
@@ -48,6 +54,7 @@ def attempt(
         launch: The run.
         resume: Checkpoint to restore; None for the first values.
         number: Of the attempt, from 0.
+        begin: Called when the first step is next.
         signals: That may stop it.
         say: Shows a line.
 
@@ -55,8 +62,10 @@ def attempt(
         ActorLostError: An actor died: what was in memory is lost, and the partial checkpoint is removed.
         RayLostError: Ray's raylet died, and with it the means to start another attempt.
         OperationError: An actor raised an error at an operation.
+        KeyboardInterrupt: A signal came before the first step.
         RayError, PipelineError, TierError, OSError: The run failed; another attempt would fail alike.
     """
+    signals.end_at_once()
     preparation, data = launch.preparation, launch.data
     recipe, placement = preparation.recipe, preparation.placement
     model, progress = placement.tier.model, resume.progress if resume else Progress()
@@ -94,19 +103,27 @@ def attempt(
                 flops_per_token=model_flops_per_token(preparation.spec, recipe.train.sequence_length),
                 arena_bytes=ArenaMap.of(placement.tier).total_bytes,
             )
+
+            def open_log() -> RunLog:
+                signals.finish_and_save()
+                begin()
+                return held.enter_context(RunLog(recipe, crew, facts, progress.step))
+
             training = Training(
                 recipe=recipe,
                 coordinator=coordinator,
                 loader=held.enter_context(loader),
                 held_out=evaluation(recipe, data.held_out, placement.schedule.waves),
                 checkpoints=checkpoints,
-                log=held.enter_context(RunLog(recipe, crew, facts, progress.step)),
+                begin=open_log,
+                is_evaluated=is_evaluated(recipe.run.dir, progress.step),
                 progress=progress,
                 stop_requested=signals.requested,
                 require_alive=partial(_require_alive, crew),
                 vigil=held.enter_context(Vigil(partial(actor_states, crew, coordinator))),
             )
             ending = training.run()
+            signals.ignore()
         except (ray.exceptions.RayError, ActorLostError) as error:
             if isinstance(error, ray.exceptions.RayTaskError) and not is_death(error):
                 raise OperationError(failure_of(coordinator, error)) from error
@@ -116,11 +133,10 @@ def attempt(
                 raise RayLostError(ray_loss()) from error
             raise ActorLostError(loss_of(crew, coordinator, error)) from error
     step = training.progress.step
-    say(
-        f"trained {step} steps; export with: python -m tasks.export_hf {recipe.run.dir} OUT"
-        if ending is Ending.TRAINED
-        else f"stopped after step {step}; the same command goes on from its checkpoint"
-    )
+    if ending is Ending.TRAINED:
+        say(f"trained {step} steps; export with: python -m tasks.export_hf {recipe.run.dir} OUT")
+    else:
+        say(f"stopped after step {step}; {same_command(recipe.run)} goes on from its checkpoint")
     return ending
 
 

@@ -17,17 +17,22 @@ from tiers.host_memory import host_headroom
 from tiers.quantities import shown_bytes
 
 
-def explain(error: BaseException) -> str:
-    """One message for the console. Faults that we do not know keep the actor's own traceback: they are our bugs."""
+def explain(error: BaseException, way_on: str = "the same command goes on from the newest checkpoint") -> str:
+    """One message for the console. Faults that we do not know keep the actor's own traceback: they are our bugs.
+
+    Args:
+        error: What ended the run.
+        way_on: How the user goes on from what it has saved; told where the recipe need not change for it.
+    """
     if isinstance(error, ActorDiedError):
         return f"an actor could not start: {error}" if error.actor_init_failed else str(error)
     if isinstance(error, RayTaskError):
         known = isinstance(error.cause, TierError | PipelineError | ValueError | OSError)
         return in_words(error.cause) if known else str(error)  # which is the actor's traceback
     if isinstance(error, ActorLostError | RayLostError):
-        return f"{error}\nThe same command goes on from the newest checkpoint."
+        return f"{error}\n{way_on[:1].upper()}{way_on[1:]}."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{in_words(error)}; the same command then goes on from the newest checkpoint, which is whole"
+        return f"{in_words(error)}; then {way_on}"
     if isinstance(error, OSError):
         return in_words(error)
     return str(error) or type(error).__name__

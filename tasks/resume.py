@@ -9,10 +9,11 @@ from pathlib import Path
 from pipeline.placement import PlacementError
 from pipeline.prediction.hardware import Hardware
 from pipeline.recipe import Recipe, differences, parse_recipe
+from pipeline.recipe.sections import RunSection
 from tasks.checkpointing import Progress
 from tasks.data.dataset import PackedDataset
 from tasks.preparation import Preparation, prepare
-from tiers.checkpoint import newest_complete
+from tiers.checkpoint import PARTIAL, newest_complete
 from tiers.errors import CheckpointError
 from tiers.manifest import read_manifest, verify
 
@@ -51,7 +52,7 @@ def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint
 
     Raises:
         ResumeError: There are checkpoints where none may be, or the recipe has changed what would be learned.
-        CheckpointError: The checkpoint that was named is not complete.
+        CheckpointError: The checkpoint that was named is not complete, or none of those that there are is.
     """
     run = recipe.run
     if isinstance(run.resume, Path):
@@ -59,19 +60,44 @@ def find_resume_point(recipe: Recipe, say: Callable[[str], None]) -> ResumePoint
         problems = verify(run.resume, deep=False)
         if problems:
             raise CheckpointError(f"run.resume = {run.resume} is no checkpoint to resume from: {problems[0]}")
-    else:
-        directory, skipped = newest_complete(run.dir)
-        for passed in skipped:
-            say(f"passed over {passed.path.name}: {passed.reason}")
-        if directory is not None and run.resume == "never":
+    elif run.resume == "never":
+        directory, _ = newest_complete(run.dir)
+        if directory is not None:
             raise ResumeError(
                 f'run.resume = "never", and {run.dir} holds {directory.name}; '
                 'give another run.dir, or set run.resume = "auto" to go on from it'
             )
+    else:
+        directory = newest(run.dir, say)
     if directory is None:
         return None
     _check_unchanged(keep_choices(recipe, directory), _recipe_of(directory), directory)
     return ResumePoint.of(directory)
+
+
+def newest(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest complete checkpoint; None where none was ever completed.
+
+    Raises:
+        CheckpointError: None of those that were completed is whole any more: to start anew would drop what is known of
+            their steps.
+    """
+    directory, skipped = newest_complete(run_dir)
+    if directory is None and (damaged := [passed for passed in skipped if passed.path.suffix != PARTIAL]):
+        raise CheckpointError(
+            f"{run_dir} has no whole checkpoint to go on from: "
+            + "; ".join(f"{passed.path.name}: {passed.reason}" for passed in damaged)
+            + '. Put back what is missing, or start anew: run.resume = "never" sets aside what is left of them, and '
+            "another run.dir leaves it as it is"
+        )
+    for passed in skipped:
+        say(f"passed over {passed.path.name}: {passed.reason}")
+    return directory
+
+
+def same_command(run: RunSection) -> str:
+    """What goes on from the checkpoints that a run leaves."""
+    return "the same command" if run.resume == "auto" else 'the same command with run.resume = "auto"'
 
 
 def keep_choices(recipe: Recipe, checkpoint: Path) -> Recipe:

@@ -36,6 +36,8 @@ class RunDirectory:
         self._added: list[Path] = []
         """What else was not there before."""
         self._lock: int | None = None
+        self.has_begun = False
+        """Whether the run has: what it wrote here is its own."""
 
     def __enter__(self) -> RunDirectory:
         """Take the directory.
@@ -70,6 +72,11 @@ class RunDirectory:
         for created in self._created:
             # Checkpoints are worth nothing after a crash that forgets the directory above them.
             sync_directory(created.parent)
+        self.has_begun = True
+        self.leave()
+
+    def leave(self) -> None:
+        """Let what is there stay, as the tokens of a run that failed before its first step."""
         self._created, self._added = (), []
 
     def __exit__(

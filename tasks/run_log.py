@@ -115,10 +115,6 @@ class RunLog:
             )
         self._compiled_graphs.append(result.compiled_graphs)
 
-    def evaluated(self, step: int) -> bool:
-        """Whether the evaluation after `step` is accounted for, maybe by the run that was resumed."""
-        return self._evaluations.has(step)
-
     def evaluation(self, step: int, loss: float, supervised_tokens: int) -> None:
         """Account for an evaluation; its time counts to no step."""
         self._evaluations.write(step, loss, supervised_tokens)

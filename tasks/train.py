@@ -8,11 +8,13 @@ name), else by those of the shipped machine that is most like this one.
 Inside a Ray job, or with RAY_ADDRESS, it joins that cluster; otherwise it starts an embedded Ray for itself.
 
 A lost actor is replaced and the run goes on from its newest checkpoint, `run.max_recoveries` times. After anything else
-(the driver killed, Ray or the machine gone) the same command goes on from there.
+(the driver killed, Ray or the machine gone) the same command goes on from there, where run.resume is "auto" as it is by
+default.
 
 Exit status: 0 trained; 1 the run failed; 2 the recipe, model, data or machine was refused and nothing was changed;
-3 stopped by SIGTERM (`ray job stop`) or SIGINT after a checkpoint of the last finished step, to be gone on with; 130
-ended at once by a second such signal; 130 or 143 ended by SIGINT or SIGTERM before any step, with nothing changed. Ray
+3 stopped by SIGTERM (`ray job stop`), SIGINT or SIGHUP (a closed terminal) after a checkpoint of the last finished
+step, to be gone on with; 130 ended at once by a second such signal; 130, 143 or 129 ended by SIGINT, SIGTERM or SIGHUP
+before the first step, with nothing changed. A signal that is ignored from the start, as by `nohup`, stays so. Ray
 ends a job that is still saving when the grace period of the head is over (RAY_JOB_STOP_WAIT_TIME_S, which
 `cluster.head up` raises): the checkpoint before is whole.
 """
@@ -43,10 +45,9 @@ from tasks.assigned_gpu import require_planned_gpu
 from tasks.attempt import Launch
 from tasks.checkpoint_room import require_checkpoint_room
 from tasks.failure import explain
-from tasks.interruption import end_at_signals
-from tasks.memory_account import MemoryAccount
+from tasks.interruption import whoever_handles_signals
 from tasks.preparation import Preparation, open_data, prepare
-from tasks.recovery import run_with_recoveries
+from tasks.recovery import run_with_recoveries, way_on
 from tasks.resume import check_data, find_resume_point, prepare_resumed
 from tasks.run_directory import RunDirectory
 from tasks.stop_signals import StopSignals
@@ -145,26 +146,30 @@ def _device(preparation: Preparation) -> str:
 
 def _train(launch: Launch, address: str | None, parser: CommandParser) -> int:
     """Run a vetted recipe to its end, and say how it ended."""
-    say = partial(print, flush=True)
+    say, preparation, signals = partial(print, flush=True), launch.preparation, StopSignals()
     try:
-        preparation = launch.preparation
-        account = MemoryAccount.of(preparation.spec.model_type, preparation.placement)
-        with connect(address, num_gpus=1 if preparation.cuda else 0) as connection:
-            end_at_signals()  # again, instead of Ray's own
+        with contextlib.ExitStack() as held:
+            with whoever_handles_signals():
+                connection = held.enter_context(connect(address, num_gpus=1 if preparation.cuda else 0))
             if connection.dashboard_url:
                 say(f"dashboard: {connection.dashboard_url}")
             if preparation.cuda:
                 require_resources({"GPU": 1}, RESOURCE_TIMEOUT_S)
                 if not connection.embedded and (note := require_planned_gpu(preparation.placement.used(Place.DEVICE))):
                     say(f"note: {note}")
-            with StopSignals() as signals:
-                launch.directory.keep(recipe_toml(preparation.recipe), account)
-                ending = run_with_recoveries(launch, signals, say)
+            held.enter_context(signals)
+            ending = run_with_recoveries(launch, signals, say)
     except ClusterRefusedError as error:
         return parser.refuse(error)
     except (RayError, PipelineError, TierError, ClusterError, OSError) as error:
-        return parser.fail(explain(error))
+        return parser.fail(explain(error, _way_on(launch)))
+    except KeyboardInterrupt:  # before the first step
+        return signals.status()
     return TRAINED if ending is Ending.TRAINED else STOPPED
+
+
+def _way_on(launch: Launch) -> str:
+    return way_on(launch.preparation.recipe.run, launch.resume, has_begun=launch.directory.has_begun)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from itertools import takewhile
 
 from pipeline.coordinator import Coordinator, SubmittedStep
 from pipeline.errors import NonFiniteError
-from pipeline.messages import Batch, StepResult
+from pipeline.messages import Batch, LossSum, StepResult
 from pipeline.recipe import Recipe
 from tasks.checkpointing import Checkpoints, Progress
 from tasks.data.loader import BatchLoader, StepBatch
@@ -56,12 +56,16 @@ class Training:
     held_out: Callable[[], Iterator[Batch]] | None
     """Makes the batches of an evaluation anew; None where nothing is held out."""
     checkpoints: Checkpoints
-    log: RunLog
+    begin: Callable[[], RunLog]
+    """Called once the first step is next: nothing of the run has been written before."""
+    is_evaluated: bool
+    """Whether the evaluation at `progress` is accounted for."""
     progress: Progress
     stop_requested: Callable[[], bool]
     require_alive: Callable[[], None]
     """Raises ActorLostError where an actor is gone, also one that no call of the step waited for."""
     vigil: Vigil
+    _log: RunLog = field(init=False)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _skipped_in_a_row: int = 0
     _owes_evaluation: bool = False
@@ -72,15 +76,21 @@ class Training:
         Raises:
             NonFiniteError: Too many steps in a row were not finite, or one was whose updates could not be withheld.
             CheckpointError: A checkpoint could not be written.
+            KeyboardInterrupt: A stop was requested before the first step.
             RayError: An actor failed or died.
         """
-        steps, next_step = self.recipe.train.steps, self.progress.step + 1
+        steps, first = self.recipe.train.steps, self.progress.step + 1
+        next_step = first
         # A run that died between a checkpoint and its evaluation still owes it.
         at_evaluation = self.progress.step == 0 or self._evaluation_follows(self.progress.step)
-        if at_evaluation and not self.log.evaluated(self.progress.step):
-            self._evaluate()
+        total = self._measure() if at_evaluation and not self.is_evaluated else None
+        self._log = self.begin()
+        if total is not None:
+            self._account_for_evaluation(total)
         while True:
-            may_submit = next_step <= steps and not self.stop_requested() and not self._must_wait_before(next_step)
+            # A stop just after the beginning leaves a step to be saved, too.
+            stops = self.stop_requested() and next_step > first
+            may_submit = next_step <= steps and not stops and not self._must_wait_before(next_step)
             if may_submit and len(self._in_flight) < STEPS_IN_FLIGHT:
                 self._submit(next_step)
                 next_step += 1
@@ -88,7 +98,7 @@ class Training:
                 self._finish(self._in_flight.popleft())
             else:
                 break
-        self.log.sync()
+        self._log.sync()
         with self.vigil.over("last checkpoint"):
             self.checkpoints.write_now(self.coordinator, self.progress)
         return Ending.STOPPED if self.progress.step < steps or self._owes_evaluation else Ending.TRAINED
@@ -115,10 +125,10 @@ class Training:
             self.require_alive()
             applied = result is not None and result.control.applied
             self.progress = self.progress.after(oldest.step, oldest.batch.position_after, applied=applied)
-            self.log.step(self.progress, oldest.batch, oldest.submitted, result)
+            self._log.step(self.progress, oldest.batch, oldest.submitted, result)
         if self.checkpoints.due(oldest.step):
             # Before it is published: a run that goes on from it must find the rows that lead there.
-            self.log.sync()
+            self._log.sync()
         if result is not None:
             self._stop_if_not_finite(oldest.step, result)
         self.checkpoints.reached(self.progress)
@@ -168,13 +178,21 @@ class Training:
         return step.submitted is None and self.checkpoints.due(step.step)
 
     def _evaluate(self) -> None:
-        if self.held_out is None or not self.recipe.eval.every_steps:
+        total = self._measure()
+        if total is None:
             return
-        with self.vigil.over("evaluation"):
-            # A stop may not wait for the rest of a long one: the run that goes on owes it still.
-            total = self.coordinator.evaluate(takewhile(lambda _: not self.stop_requested(), self.held_out()))
         if self.stop_requested():
             self._owes_evaluation = True
             return
+        self._account_for_evaluation(total)
+
+    def _measure(self) -> LossSum | None:
+        if self.held_out is None or not self.recipe.eval.every_steps:
+            return None
+        with self.vigil.over("evaluation"):
+            # A stop may not wait for the rest of a long one: the run that goes on owes it still.
+            return self.coordinator.evaluate(takewhile(lambda _: not self.stop_requested(), self.held_out()))
+
+    def _account_for_evaluation(self, total: LossSum) -> None:
         loss = total.loss_sum / total.supervised_tokens if total.supervised_tokens else math.nan
-        self.log.evaluation(self.progress.step, loss, total.supervised_tokens)
+        self._log.evaluation(self.progress.step, loss, total.supervised_tokens)

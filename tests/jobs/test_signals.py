@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.interrupts import INTERRUPT
-from support.kills import RECIPE, REPOSITORY
+from support.kills import RECIPE, REPOSITORY, running
 from tasks.stop_signals import INTERRUPTED
 
 COMMANDS = sorted(
@@ -68,21 +70,110 @@ def test_a_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
     assert not run_dir.parent.exists()
 
 
+def run_program(program: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
 PROGRAM = """
 import signal
 from tasks.stop_signals import StopSignals
 with StopSignals() as signals:
+    signals.finish_and_save()
     for number in ({first}, {second}):
         signal.raise_signal(number)
         print(signals.requested(), flush=True)
 """
 
 
-@pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGTERM", "SIGTERM")])
+@pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGHUP", "SIGTERM")])
 def test_a_second_signal_quits_at_once(first: str, second: str) -> None:
-    program = PROGRAM.format(first=f"signal.{first}", second=f"signal.{second}")
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_program(PROGRAM.format(first=f"signal.{first}", second=f"signal.{second}"))
     assert ended.returncode == INTERRUPTED
     assert ended.stdout == f"{first}: finishing the step and saving; a second signal ends the run at once\nTrue\n"
+
+
+PHASES = """
+import contextlib, signal
+from tasks.stop_signals import StopSignals
+signals = StopSignals()
+with signals:
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+        print("went on")
+    for phase in (signals.end_at_once, signals.finish_and_save):
+        with contextlib.suppress(KeyboardInterrupt):
+            phase()
+            print("went on", phase)
+    print(signals.status())
+signal.raise_signal(signal.SIGTERM)
+signals.ignore()
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_a_signal_before_the_first_step_ends_the_run_whoever_swallows_it_and_none_changes_a_known_ending() -> None:
+    ended = run_program(PHASES)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "143\n", "ended by SIGTERM\n")
+
+
+IGNORING = """
+import signal
+from tasks.interruption import end_at_signals, whoever_handles_signals
+from tasks.stop_signals import StopSignals
+end_at_signals()
+signal.raise_signal(signal.SIGHUP)
+with whoever_handles_signals():
+    signal.signal(signal.SIGHUP, lambda *_: print("handled"))
+signal.raise_signal(signal.SIGHUP)
+with StopSignals() as signals:
+    signal.raise_signal(signal.SIGHUP)
+    print(signals.requested(), flush=True)
+    signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_signal_that_was_ignored_before_stays_so() -> None:
+    """As by `nohup`; and SIGINT by a shell, of what it runs in the background."""
+    program = IGNORING
+    for name in ("SIGHUP", "SIGINT"):
+        ignore = partial(signal.signal, getattr(signal, name), signal.SIG_IGN)
+        ended = run_program(program.replace("SIGHUP", name), preexec_fn=ignore)
+        assert ended.stdout == "False\n" and "ended by SIGTERM" in ended.stderr, ended.stderr
+
+
+LIBRARY = """
+import signal, subprocess
+from tasks.interruption import whoever_handles_signals
+with whoever_handles_signals():
+    signal.signal(signal.SIGTERM, lambda *_: print("swallowed", flush=True))
+    signal.raise_signal(signal.{name})
+    blocked = subprocess.run(["grep", "SigBlk", "/proc/self/status"], capture_output=True).stdout
+    print(bool(int(blocked.split()[1], 16) & 1 << signal.SIGHUP - 1), flush=True)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("SIGTERM", "swallowed\nTrue\n"), ("SIGHUP", "True\n")])
+def test_a_signal_in_a_library_that_has_handlers_of_its_own_ends_the_command_as_ever(name: str, said: str) -> None:
+    """Ray's end the process with other statuses. What it starts never sees that the terminal was closed."""
+    ended = run_program(LIBRARY.format(name=name))
+    assert ended.returncode == 128 + getattr(signal, name)
+    assert (ended.stdout, ended.stderr) == (said, f"ended by {name}\n")
+
+
+@pytest.mark.ray
+def test_a_closed_terminal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
+    """In the evaluation that comes before it, when all actors are there. Ray's processes get the signal too."""
+    (tmp_path / "text").mkdir()
+    for page in range(400):
+        (tmp_path / "text" / f"{page}.txt").write_text(f"some words {page} " * 200)
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("ram_gib = 0.0022", "ram_gib = 1"))
+    run_dir = tmp_path / "new" / "run"
+    options, log = ("data.eval_fraction=0.9",), tmp_path / "log"
+    with running(tmp_path / "recipe.toml", run_dir, *options, log=log) as started:
+        started.wait_for(lambda: started.said(": done in ") == 1, "weights")
+        os.killpg(started.process.pid, signal.SIGHUP)
+        assert started.finish() == 128 + signal.SIGHUP, started.output()
+    assert started.output().endswith("ended by SIGHUP\n") and "Traceback" not in started.output()
+    assert not run_dir.parent.exists()
