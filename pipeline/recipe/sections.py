@@ -41,7 +41,7 @@ class RunSection(Section):
     """Of the initial weights and the order of the data."""
     resume: Literal["auto", "never"] | Place = "auto"
     """auto: from the newest complete checkpoint in `dir`, or from the start where none ever was; never: from the
-    start, refusing a `dir` that holds one; a path: from that checkpoint, each time anew (after a stop, auto goes on)."""
+    start, refusing a `dir` that holds one; a path: from that checkpoint, each time (after a stop, auto goes on)."""
     accept_changes: tuple[str, ...] = ()
     """Keys, as `section.key`, that may differ from the checkpoint's recipe although they change what is learned.
     Default none: a changed schedule or data path at resume is more often a slip than a wish."""
