@@ -54,7 +54,7 @@ def read_columnar_file(
                     else:
                         yield from reader.text_rows(settings.text_field, needs_utf8=needs_utf8)
                     first += part.num_rows
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter for names of columns
         raise DataError(f"{path} cannot be read as {files[file].format}: {error}") from error
 
 

@@ -170,6 +170,13 @@ def test_other_column_types_are_refused(tmp_path: Path) -> None:
         read(tmp_path, tmp_path / "d.arrow")
 
 
+def test_a_column_whose_name_is_no_text_is_refused_by_file(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", input_ids=pa.array([[1, 2]]))
+    path.write_bytes(path.read_bytes().replace(b"input_ids", b"\xe5nput_ids"))
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet: .*utf-8"):
+        read(tmp_path, path)
+
+
 def test_labels_of_another_length_are_a_bad_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", input_ids=pa.array(ROWS), labels=pa.array([[5, 6, 7], [8], [1] * 4]))
     with pytest.raises(DataError, match=r"a\.parquet:1: labels and input_ids differ in length \(1 and 2\)"):
