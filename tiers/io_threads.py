@@ -22,9 +22,7 @@ class IoThreads:
         """Start the threads as there is work; at most so many."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="direct-io")
         self._process = os.getpid()
-        self._changed = threading.Condition()
-        self._callers = 0
-        self._closed = False
+        self._callers = _Gate(lambda: ShardError("the I/O threads have ended: nothing is read or written after that"))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -38,16 +36,8 @@ class IoThreads:
                 f"the I/O threads of process {self._process} do not exist in its fork {os.getpid()}; "
                 "open a DirectIO there"
             )
-        with self._changed:
-            if self._closed:
-                raise ShardError("the I/O threads have ended: nothing is read or written after that")
-            self._callers += 1
-        try:
+        with self._callers.entered():
             yield
-        finally:
-            with self._changed:
-                self._callers -= 1
-                self._changed.notify_all()
 
     def run(self, work: Iterable[Iterable[Callable[[], int]]]) -> list[tuple[int, ...]]:
         """Carry out all steps, several at once, and return what they return. Only while they are `in_use`.
@@ -57,9 +47,14 @@ class IoThreads:
         Raises:
             ShardError: The system gives no thread; or what a step raises.
         """
-        steps = _Steps()
+        steps = _Gate(CancelledError)
+
+        def carry_out(step: Callable[[], int]) -> int:
+            with steps.entered():
+                return step()
+
         try:
-            rows = [[self._pool.submit(steps.run, step) for step in row] for row in work]
+            rows = [[self._pool.submit(carry_out, step) for step in row] for row in work]
             wait([future for row in rows for future in row])
         except RuntimeError as error:
             raise ShardError(
@@ -68,40 +63,41 @@ class IoThreads:
             ) from error
         finally:
             # `submit` may raise after it has queued a step, which no future tells of.
-            steps.end()
+            steps.close()
         return [tuple(future.result() for future in row) for row in rows]
 
     def close(self) -> None:
         """Wait until nobody uses the threads, and end them. May be called twice; does nothing in a fork."""
         if os.getpid() != self._process:
             return
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._callers)
+        self._callers.close()
         self._pool.shutdown(wait=True)
 
 
-class _Steps:
-    """The steps of one caller: those at work are waited for, and none begins after `end`."""
+class _Gate:
+    """Lets in whoever comes until it is closed, which waits for those who are inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: Callable[[], Exception]) -> None:
+        """Open it; `refusal` makes what later comers get."""
+        self._refusal = refusal
         self._changed = threading.Condition()
-        self._running = 0
-        self._ended = False
+        self._inside = 0
+        self._closed = False
 
-    def run(self, step: Callable[[], int]) -> int:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
         with self._changed:
-            if self._ended:
-                raise CancelledError
-            self._running += 1
+            if self._closed:
+                raise self._refusal()
+            self._inside += 1
         try:
-            return step()
+            yield
         finally:
             with self._changed:
-                self._running -= 1
+                self._inside -= 1
                 self._changed.notify_all()
 
-    def end(self) -> None:
+    def close(self) -> None:
         with self._changed:
-            self._ended = True
-            self._changed.wait_for(lambda: not self._running)
+            self._closed = True
+            self._changed.wait_for(lambda: not self._inside)

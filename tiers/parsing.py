@@ -17,11 +17,14 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: It is none, is no UTF-8, or is nested deeper than MAX_DEPTH.
     """
     try:
-        value: Any = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+        raise _too_deep() from None
+    # Most texts open no more in all: rows of data are not walked.
     opening = (text.count("[") + text.count("{")) if isinstance(text, str) else (text.count(b"[") + text.count(b"{"))
-    return value if opening <= MAX_DEPTH else _not_too_deep(value)
+    if opening > MAX_DEPTH:
+        _check_depth(value)
+    return value
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -33,16 +36,20 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         parsed = tomllib.loads(text)
     except RecursionError:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
-    _not_too_deep(parsed)
+        raise _too_deep() from None
+    _check_depth(parsed)
     return parsed
 
 
-def _not_too_deep(value: Any) -> Any:
+def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
         level = [inner for inner in values if isinstance(inner, dict | list)]
         if not level:
-            return value
-    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is nested more than {MAX_DEPTH} deep")
