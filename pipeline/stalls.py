@@ -43,7 +43,7 @@ def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> Stalls
         end_s: Its end.
     """
     spans = sorted(spans, key=_start)
-    compute = [span for span in spans if span.lane is Lane.COMPUTE and start_s <= span.start_s <= end_s]
+    compute = _computing(spans, start_s, end_s)
     causes = {"load": 0.0, "stage": 0.0, "update": 0.0, "control": 0.0}
     idle_from = start_s
     for span in compute:
@@ -66,12 +66,17 @@ class Gap:
 
 def longest_gaps(spans: Iterable[LaneSpan], start_s: float, end_s: float, count: int) -> tuple[Gap, ...]:
     """Where between two times the compute lane waited longest, the same pair of operations of every step together."""
-    compute = sorted((s for s in spans if s.lane is Lane.COMPUTE and start_s <= s.start_s <= end_s), key=_start)
+    compute = _computing(sorted(spans, key=_start), start_s, end_s)
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     for before, after in pairwise(compute):
         seconds[before.name, after.name] += max(0.0, after.start_s - before.end_s)
     gaps = (Gap(*names, total) for names, total in seconds.items() if total > 0.0)
     return tuple(sorted(gaps, key=lambda gap: -gap.seconds)[:count])
+
+
+def _computing(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> list[LaneSpan]:
+    """Those of the compute lane that begin between two times."""
+    return [span for span in spans if span.lane is Lane.COMPUTE and start_s <= span.start_s <= end_s]
 
 
 def _start(span: LaneSpan) -> float:

@@ -125,9 +125,9 @@ def attempt(
             ending = training.run()
             signals.ignore()
         except (ray.exceptions.RayError, ActorLostError) as error:
-            if isinstance(error, ray.exceptions.RayTaskError) and not is_death(error):
-                raise OperationError(failure_of(coordinator, error)) from error
             if not is_death(error):
+                if isinstance(error, ray.exceptions.RayTaskError):
+                    raise OperationError(failure_of(coordinator, error)) from error
                 raise
             if crew.processes.raylet_ended():
                 raise RayLostError(ray_loss()) from error

@@ -220,10 +220,13 @@ class LayerTemplate:
         return _Variant(module, {})
 
     def _factored(self, module: nn.Module, *, left_out: str | None = None, kept: bool = False) -> _Variant:
-        """Of a graph that is kept, the attention's output alone is kept anyway, the other factors are cheap to make."""
-        linears = {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-        made_again = linears - {self._family.attention_projection} if kept else ()
-        factored = factor(module, self._family.shared_inputs, left_out=left_out, made_again=made_again)
+        """A graph that is kept has the attention's output anyway; the other factors are cheap to make again."""
+        factored = factor(
+            module,
+            self._family.shared_inputs,
+            left_out=left_out,
+            kept=(self._family.attention_projection,) if kept else None,
+        )
         return _Variant(module, {self._names.index(name): linear for name, linear in factored.items()})
 
 

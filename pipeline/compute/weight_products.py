@@ -116,7 +116,7 @@ def factor(
     shared_inputs: Iterable[Sequence[str]],
     *,
     left_out: str | None = None,
-    made_again: Container[str] = (),
+    kept: Container[str | None] | None = None,
 ) -> dict[str, FactoredLinear]:
     """Replace every linear layer of `module`.
 
@@ -124,7 +124,7 @@ def factor(
         module: Changed in place.
         shared_inputs: Names of linear layers that are given one tensor.
         left_out: Name of the one that is not computed.
-        made_again: Names of those whose input is not kept to be handed out.
+        kept: Of a graph that is kept: names of those whose input it has anyway, the others' are made again.
 
     Returns:
         By the name of its weight.
@@ -136,7 +136,10 @@ def factor(
         linear, group = module.get_submodule(name), groups.get(name, (name,))
         assert isinstance(linear, nn.Linear)
         replacement = FactoredLinear(
-            linear, computed=name != left_out, made_again=name in made_again, leader=leaders.get(group)
+            linear,
+            computed=name != left_out,
+            made_again=kept is not None and name not in kept,
+            leader=leaders.get(group),
         )
         leaders.setdefault(group, replacement)
         factored[f"{name}.weight"] = replacement

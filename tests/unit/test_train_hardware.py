@@ -9,33 +9,21 @@ import pytest
 
 from pipeline.prediction.assumed_hardware import CPU
 from pipeline.prediction.hardware import hardware_toml
-from support.small_recipe import SMALL_MODEL
+from support.small_recipe import write_one_step
 from tasks import train
 
-RECIPE = f"""{SMALL_MODEL}[data]
-path = "text.txt"
-[train]
-steps = 1
-sequence_length = 64
-sequences_per_step = 16
-device = "cpu"
-[memory]
-gpu_gib = 0.01  # so that large micro-batches leave no room for a layer that is not recomputed
-[run]
-dir = "run"
-"""
+SETTINGS = ("train.sequence_length=64", "train.sequences_per_step=16", "memory.gpu_gib=0.01")
+"""Large micro-batches leave no room for a layer that is not recomputed."""
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("some words " * 400)
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE)
-    return path
+    return write_one_step(tmp_path, words=800)
 
 
 def dry_run(recipe: Path, hardware: Path | str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert train.main((str(recipe), "--dry-run", "--hardware", str(hardware))) == 0
+    overrides = [argument for setting in SETTINGS for argument in ("--set", setting)]
+    assert train.main((str(recipe), "--dry-run", "--hardware", str(hardware), *overrides)) == 0
     return capsys.readouterr().out
 
 
