@@ -23,6 +23,7 @@ from tiers.io_spans import IoSpan, IoSpans
 from tiers.layout import Buffer, LayerLayout, stored_buffers
 from tiers.parameter_tier import TierHandle
 from tiers.preflight import preflight
+from tiers.processors import usable_cores
 from tiers.residency import Part
 from tiers.residency_guard import ResidencyGuard
 from tiers.safetensors_source import SafetensorsSource
@@ -36,8 +37,8 @@ CONCURRENT_CALLS = 6
 CONCURRENT_SNAPSHOTS = 4
 """Beside them, in threads of their own: the next step's loads, and the driver's questions, do not queue behind a
 checkpoint. Compression works in these threads."""
-CONCURRENT_CAPTURES = 2
-"""One thread copies some GB/s; an update waits for its layer alone."""
+CONCURRENT_CAPTURES = min(8, max(2, usable_cores() // 2))
+"""A thread copies one to three GB/s into memory that the system must first give and clear; the updates wait for it."""
 
 
 class Prefetcher:

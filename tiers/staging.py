@@ -18,6 +18,9 @@ from tiers.host_memory import GIB, available_host_bytes
 
 BLOCK_BYTES = MAX_BLOCK_BYTES
 """No chunk of a shard is larger, and few are much smaller."""
+BLOCKS_A_LOOK = 16
+"""Made between two looks at what memory the machine has left, which takes up to a millisecond, as long as to copy a
+block. With what others take meanwhile these stay well within what is left free."""
 
 
 class Staging:
@@ -31,19 +34,25 @@ class Staging:
         """
         self._most_blocks = num_bytes // BLOCK_BYTES
         self._lent = 0
+        self._seen_room = 0
+        """Blocks that the machine had memory for at the last look and that were not made since."""
         self._free: list[ByteArray] = []
 
     def take(self) -> ByteArray | None:
         """A block of BLOCK_BYTES that is the caller's until `give`; None where there is no room, now or ever."""
         if self._free:
             block = self._free.pop()
-        elif self._lent == self._most_blocks or not _has_room():
+        elif self._lent == self._most_blocks:
             return None
         else:
+            self._seen_room = self._seen_room or min(BLOCKS_A_LOOK, _blocks_with_room())
+            if not self._seen_room:
+                return None
             try:
                 block = _block()
             except OSError:  # a limit that the machine's free memory does not show: ulimit -v, mappings of a process
                 return None
+            self._seen_room -= 1
         self._lent += 1
         return block
 
@@ -53,12 +62,13 @@ class Staging:
         self._free.append(block)
         if not self._lent:
             self._free.clear()
+            self._seen_room = 0
 
 
-def _has_room() -> bool:
-    """Whether the machine has memory for a block now: the plan counted it, others may have taken it since."""
+def _blocks_with_room() -> int:
+    """Blocks that the machine has memory for now: the plan counted them, others may have taken it since."""
     available = available_host_bytes()
-    return available > BLOCK_BYTES + min(GIB, available // 16)
+    return max(0, available - min(GIB, available // 16)) // BLOCK_BYTES
 
 
 def _block() -> ByteArray:

@@ -13,7 +13,7 @@ import pytest
 
 from tiers import staging
 from tiers.layout import PAGE_BYTES, Buffer
-from tiers.staging import BLOCK_BYTES, Staging
+from tiers.staging import BLOCK_BYTES, BLOCKS_A_LOOK, Staging
 from tiers.write_behind import WriteBehind
 
 HERE = Path("step-000001.partial")
@@ -161,12 +161,22 @@ def test_memory_that_the_kernel_refuses_is_no_room_and_stays_countable() -> None
 
 def test_blocks_are_taken_from_a_machine_that_has_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan counted them, but others may have taken the memory since: then the update waits."""
-    blocks = Staging(2 * BLOCK_BYTES)
-    first = blocks.take()
-    assert first is not None and first.nbytes == BLOCK_BYTES
+    blocks = Staging((BLOCKS_A_LOOK + 1) * BLOCK_BYTES)
+    held = [blocks.take() for _ in range(BLOCKS_A_LOOK)]
+    assert all(block is not None and block.nbytes == BLOCK_BYTES for block in held)
     monkeypatch.setattr(staging, "available_host_bytes", lambda: BLOCK_BYTES)
     assert blocks.take() is None
-    blocks.give(first)
+    for block in held:
+        assert block is not None
+        blocks.give(block)
     assert blocks.take() is None
     monkeypatch.undo()
-    assert blocks.take() is not None and blocks.take() is not None and blocks.take() is None
+    assert all(blocks.take() is not None for _ in range(BLOCKS_A_LOOK + 1)) and blocks.take() is None
+
+
+def test_no_more_is_made_at_a_look_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "available_host_bytes", lambda: 3 * BLOCK_BYTES)
+    blocks = Staging(100 * BLOCK_BYTES)
+    assert all(blocks.take() is not None for _ in range(2))
+    monkeypatch.setattr(staging, "available_host_bytes", lambda: BLOCK_BYTES)
+    assert blocks.take() is None
