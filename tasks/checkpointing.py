@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,8 +59,20 @@ class _Pending:
     """Known once the step's result is."""
 
 
+@dataclass(frozen=True)
+class _Publication:
+    """A checkpoint that is being named, and older ones removed after it."""
+
+    step: int
+    path: Future[Path]
+
+
 class Checkpoints:
-    """The checkpoints of a run. One at a time is written; it is published once every layer of it is."""
+    """The checkpoints of a run. One at a time is written; it is published once every layer of it is.
+
+    Publishing goes on beside the steps, in a thread: a filesystem may take seconds to remove an older checkpoint, and
+    the device would wait for the driver.
+    """
 
     def __init__(self, recipe: Recipe, model: ModelLayout, data: PackedDataset, device: str, newest_step: int) -> None:
         """Write for a run that starts.
@@ -78,6 +92,8 @@ class Checkpoints:
         self._pending: _Pending | None = None
         self._unpublished: CheckpointWriter | None = None
         """Of the checkpoint at work, until it is published: what fails removes it."""
+        self._publication: _Publication | None = None
+        self._publisher = ThreadPoolExecutor(1, "publish")
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint belongs after this step."""
@@ -111,17 +127,20 @@ class Checkpoints:
             self._pending.progress = progress
 
     def collect(self, *, wait: bool) -> Path | None:
-        """Publish the checkpoint at work if it is written, or wait until it is; return its path if it was published."""
-        pending = self._pending
-        if pending is None or pending.progress is None:
+        """Have the checkpoint at work published once it is written; return its path once that is done.
+
+        Args:
+            wait: Return only when nothing is at work any more whose step is over.
+
+        Raises:
+            CheckpointError, OSError: It could not be published.
+        """
+        self._begin_to_publish(wait=wait)
+        publication = self._publication
+        if publication is None or not (wait or publication.path.done()):
             return None
-        ready, _ = ray.wait(pending.refs, num_returns=len(pending.refs), timeout=None if wait else 0)
-        if len(ready) < len(pending.refs):
-            return None
-        records = [record for layer in ray.get(pending.refs) for record in layer]
-        # Not tried twice: of what a failed fsync has lost the next one knows nothing.
-        self._pending = None
-        return self._publish(records, pending.progress)
+        self._publication = None
+        return self._published(publication)
 
     def write_now(self, coordinator: Coordinator, progress: Progress) -> Path | None:
         """Write a checkpoint of the run as it is, unless the newest one is just that. Nothing may be in flight."""
@@ -129,20 +148,54 @@ class Checkpoints:
         if progress.step == self._newest_step:
             return None
         self._unpublished = begin(self._recipe.run.dir, progress.step, self._model)
-        return self._publish(coordinator.snapshot(self._unpublished.directory), progress)
+        return self._published(self._publish(coordinator.snapshot(self._unpublished.directory), progress))
 
     def abandon(self) -> None:
         """The run has failed: publish the checkpoint at work if every layer of it is written, else remove it."""
         with contextlib.suppress(RayError, TierError, OSError):
-            self.collect(wait=False)
+            self._begin_to_publish(wait=False)
+            self._pending = None
+            self.collect(wait=True)
         self._pending = None
         if self._unpublished is not None:
             self._unpublished.discard()
             self._unpublished = None
+        self._publisher.shutdown()
 
-    def _publish(self, records: list[FileRecord] | tuple[FileRecord, ...], progress: Progress) -> Path:
+    def _begin_to_publish(self, *, wait: bool) -> None:
+        """Hand the checkpoint at work to the publisher if its step is over and it is written, or once it is."""
+        pending = self._pending
+        if pending is None or pending.progress is None:
+            return
+        ready, _ = ray.wait(pending.refs, num_returns=len(pending.refs), timeout=None if wait else 0)
+        if len(ready) < len(pending.refs):
+            return
+        records = [record for layer in ray.get(pending.refs) for record in layer]
+        # Not tried twice: of what a failed fsync has lost the next one knows nothing.
+        self._pending = None
+        self._publication = self._publish(records, pending.progress)
+
+    def _publish(self, records: Sequence[FileRecord], progress: Progress) -> _Publication:
         assert self._unpublished is not None
-        facts = Facts(
+        writer, settings, run_dir = self._unpublished, self._recipe.checkpoint, self._recipe.run.dir
+        facts = self._facts(progress)
+
+        def publish() -> Path:
+            path = writer.publish(records, facts)
+            prune(run_dir, keep_last=settings.keep_last, keep_every=settings.keep_every)
+            return path
+
+        return _Publication(progress.step, self._publisher.submit(publish))
+
+    def _published(self, publication: _Publication) -> Path:
+        """Wait for it, and take note."""
+        path = publication.path.result()
+        self._unpublished = None
+        self._newest_step = publication.step
+        return path
+
+    def _facts(self, progress: Progress) -> Facts:
+        return Facts(
             step=progress.step,
             applied_steps=progress.applied_steps,
             skipped_steps=progress.skipped_steps,
@@ -156,9 +209,3 @@ class Checkpoints:
             precision=self._model.precision,
             num_parameters=self._model.num_parameters,
         )
-        path = self._unpublished.publish(records, facts)
-        self._unpublished = None
-        self._newest_step = progress.step
-        settings = self._recipe.checkpoint
-        prune(self._recipe.run.dir, keep_last=settings.keep_last, keep_every=settings.keep_every)
-        return path
