@@ -60,6 +60,9 @@ DEFAULT_RECIPES = {
 }
 """Of others qwen2.5-3b: a layer of it takes 0.9 GB, a few fit any machine."""
 
+CHECKPOINTED = ("checkpoint.every_steps=1",)
+"""So that the plan has staging memory; the bench writes when it will."""
+
 Say = Callable[[str], None]
 
 
@@ -75,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return parser.printed(_rows(recipes, options, say))
         if len(recipes) > 1 or options.sweep or options.out:
             raise ValueError(f"bench {options.what} takes one recipe; several rows, --sweep and --out are for steps")
-        recipe = load_recipe(recipes[0], options.overrides)
+        overrides = (*(CHECKPOINTED if options.what == "checkpoint" else ()), *options.overrides)
+        recipe = load_recipe(recipes[0], overrides)
         match options.what:
             case "tier":
                 reports: Mapping[str, object] = {"tier": _tier(recipe, options, say)}

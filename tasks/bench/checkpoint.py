@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ class Round:
     seconds: float
     """From the end of its step to its last file, and to publish it."""
     publish_s: float
-    """Of these, in the driver: sync, name, remove the older one."""
+    """Of these, by the driver, beside the steps: sync, name, remove the older one."""
     num_bytes: int
     host_peak_bytes: int
     """Held while it was written, the arena included."""
@@ -68,6 +69,8 @@ class CheckpointReport:
     compression: str
     state_bytes: int
     """Of the model: what a copy of it would take."""
+    staging_bytes: int
+    """The most that is copied of it, by the plan."""
     step_s: float
     spanned_step_s: float
     overhead: float
@@ -133,7 +136,7 @@ def measure_checkpoints(
                 plain.append((first, stepper.ended))
             stepper.finish()
             coordinator.drain()
-    return _report(compression, arena_bytes, stepper, samples, plain, written)
+    return _report(compression, preparation.placement.staging_bytes, arena_bytes, stepper, samples, plain, written)
 
 
 @dataclass(frozen=True)
@@ -160,11 +163,20 @@ def _checkpoint(
     stepper.advance()
     while len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) < len(refs):
         stepper.advance()
-    began_s = time.monotonic()
-    path = writer.publish([record for layer in ray.get(refs) for record in layer], _facts(preparation, step))
-    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    shutil.rmtree(path)
-    publish_s = time.monotonic() - began_s
+
+    def publish() -> tuple[float, int]:
+        """Beside the steps, as a run does; return how long it took, and the bytes."""
+        began_s = time.monotonic()
+        path = writer.publish([record for layer in ray.get(refs) for record in layer], _facts(preparation, step))
+        num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        shutil.rmtree(path)
+        return time.monotonic() - began_s, num_bytes
+
+    with ThreadPoolExecutor(1) as publisher:
+        published = publisher.submit(publish)
+        while not published.done():
+            stepper.advance()
+    publish_s, num_bytes = published.result()
     written_s = max(span.end_s for span in crew.take_spans() if span.name.startswith("snapshot["))
     seconds = written_s - stepper.ends_s[step - 1] + publish_s
     stepper.advance()
@@ -208,6 +220,7 @@ def _sampled(crew: Crew, arena_bytes: int) -> Iterator[list[tuple[float, int]]]:
 
 def _report(
     compression: Compression,
+    staging_bytes: int,
     state_bytes: int,
     stepper: Stepper,
     samples: list[tuple[float, int]],
@@ -240,6 +253,7 @@ def _report(
     return CheckpointReport(
         compression=str(compression),
         state_bytes=state_bytes,
+        staging_bytes=staging_bytes,
         step_s=step_s,
         lost_s=lost_s,
         steps_for_5_percent=max(1, math.ceil(lost_s / (0.05 * step_s))),

@@ -104,7 +104,8 @@ def _checkpoint(report: CheckpointReport) -> None:
     print(f"lost          {shown_duration(report.lost_s)}: 5 % of {every}")
     print(
         f"host peak     {shown_bytes(report.host_peak_bytes)} with, {shown_bytes(report.host_bytes)} without: "
-        f"{'-' if beside < 0 else '+'}{shown_bytes(abs(beside))} beside a state of {shown_bytes(report.state_bytes)}"
+        f"{'-' if beside < 0 else '+'}{shown_bytes(abs(beside))} beside a state of {shown_bytes(report.state_bytes)}, "
+        f"of which {shown_bytes(report.staging_bytes)} may be copied"
     )
 
 

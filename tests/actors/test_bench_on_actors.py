@@ -10,10 +10,8 @@ import pytest
 
 from pipeline.recipe import load_recipe
 from tasks.bench.__main__ import main
-from tasks.bench.checkpoint import measure_checkpoints
 from tasks.bench.control import measure_control
 from tasks.preparation import Preparation, prepare
-from tiers.store_metadata import Compression
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_local")]
 
@@ -48,19 +46,26 @@ def test_rows_of_steps_are_written_and_shown_and_one_that_is_refused_stops_none(
     assert "- qwen2.5-0.5b memory.decoder_slots=0: failed: RecipeError" in shown
 
 
-def test_a_checkpoint_is_measured_beside_steps_and_leaves_no_file(preparation: Preparation, tmp_path: Path) -> None:
-    said: list[str] = []
-    report = measure_checkpoints(preparation, Compression.NONE, directory=tmp_path, steps=2, rounds=1, say=said.append)
+def test_a_checkpoint_is_measured_beside_steps_as_a_run_writes_it_and_leaves_no_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.bench.__main__.connect", lambda **_: nullcontext())  # this test's Ray is up
+    settings = [argument for setting in SETTINGS for argument in ("--set", setting)]
+    options = ("--compression", "none", "--steps", "2", "--rounds", "1", "--dir", str(tmp_path), "--json")
+    wide = ("--set", "model.config.hidden_size=512", "--set", "model.config.intermediate_size=4096")
+    assert main(["checkpoint", str(RECIPE), *settings, *wide, *options]) == 0
     assert not list(tmp_path.iterdir())
-    (one,) = report.rounds
-    assert one.spanned_steps >= 1 and report.spanned_step_s == one.spanned_step_s > 0
-    parameters = preparation.placement.tier.model.num_parameters
-    assert report.num_bytes > 12 * parameters
-    assert 0 < one.publish_s < one.seconds
-    assert report.gbps == pytest.approx(report.num_bytes / report.seconds / 1e9)
-    assert report.lost_s == pytest.approx(one.overhead * one.step_s * one.spanned_steps)
-    assert report.host_bytes > report.state_bytes and report.host_peak_bytes > report.state_bytes
-    assert any(line.startswith("checkpoint of step") for line in said)
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)["checkpoint none"]
+    (one,) = report["rounds"]
+    assert one["spanned_steps"] >= 1 and report["spanned_step_s"] == one["spanned_step_s"] > 0
+    assert report["num_bytes"] > report["state_bytes"] * 0.5 and 0 < one["publish_s"] < one["seconds"]
+    assert report["gbps"] == pytest.approx(report["num_bytes"] / report["seconds"] / 1e9)
+    overhead = one["spanned_step_s"] / one["step_s"] - 1
+    assert report["lost_s"] == pytest.approx(overhead * one["step_s"] * one["spanned_steps"])
+    assert min(report["host_bytes"], report["host_peak_bytes"]) > report["state_bytes"]
+    assert 16 << 20 <= report["staging_bytes"] < report["state_bytes"] / 2
+    assert "checkpoint of step" in shown.err
 
 
 def test_the_graph_of_calls_is_measured_beside_the_same_graph_without_ray(preparation: Preparation) -> None:
