@@ -30,7 +30,7 @@ class Stalls:
     """For nothing that a lane did: calls on their way, the driver, the first compilation."""
 
 
-def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> Stalls:
+def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float, head: int) -> Stalls:
     """Attribute every gap of the compute lane between two times.
 
     A gap before an operation that reads layer l is split at the moments when `stage[l]` began, and before that when
@@ -41,6 +41,7 @@ def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> Stalls
         spans: Of any lanes; those outside the window are ignored.
         start_s: Begin of the window, `time.monotonic()`.
         end_s: Its end.
+        head: Index of the head layer, which operations on it do not name.
     """
     spans = sorted(spans, key=_start)
     compute = _computing(spans, start_s, end_s)
@@ -48,7 +49,7 @@ def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float) -> Stalls
     idle_from = start_s
     for span in compute:
         if span.start_s - idle_from > NOISE_S:
-            for cause, seconds in _split(spans, span, idle_from):
+            for cause, seconds in _split(spans, span, _layer(span, head), idle_from):
                 causes[cause] += seconds
         idle_from = max(idle_from, span.end_s)
     return Stalls(**causes)
@@ -83,9 +84,14 @@ def _start(span: LaneSpan) -> float:
     return span.start_s
 
 
-def _split(spans: list[LaneSpan], late: LaneSpan, idle_from: float) -> list[tuple[str, float]]:
+def _layer(span: LaneSpan, head: int) -> int:
+    """That an operation of the compute lane reads."""
+    match = _LAYER.search(span.name)
+    return int(match.group(1)) if match is not None else head
+
+
+def _split(spans: list[LaneSpan], late: LaneSpan, layer: int, idle_from: float) -> list[tuple[str, float]]:
     """Parts of the gap before `late`, latest first."""
-    match = _LAYER.search(late.name)
     parts: list[tuple[str, float]] = []
     until = late.start_s
     for cause, names, lane in (
@@ -94,9 +100,7 @@ def _split(spans: list[LaneSpan], late: LaneSpan, idle_from: float) -> list[tupl
         ("update", {"update"}, Lane.UPDATE),
         ("load", {"load_state"}, Lane.NVME_READ),
     ):
-        if match is None:
-            break
-        wanted = {f"{name}[{match.group(1)}]" for name in names}
+        wanted = {f"{name}[{layer}]" for name in names}
         before = [s for s in spans if s.lane is lane and s.name in wanted and idle_from < s.end_s <= until + NOISE_S]
         if before:
             begun = max(min(s.start_s for s in before), idle_from)

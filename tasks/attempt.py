@@ -102,6 +102,7 @@ def attempt(
             facts = RunFacts(
                 flops_per_token=model_flops_per_token(preparation.spec, recipe.train.sequence_length),
                 arena_bytes=ArenaMap.of(placement.tier).total_bytes,
+                head=placement.schedule.head,
             )
 
             def open_log() -> RunLog:

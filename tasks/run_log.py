@@ -34,10 +34,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What turns seconds and tokens into rates."""
+    """What turns seconds, tokens and spans into rates and stalls."""
 
     flops_per_token: float
     arena_bytes: int
+    head: int
+    """Index of the head layer."""
 
 
 class RunLog:
@@ -74,7 +76,7 @@ class RunLog:
         step_s = self._ended_s - started_s
         spans = self._collect(progress.step, submitted)
         # Those taken last time also hold what ended between that step's result and the taking.
-        stalls = stalls_of([*self._spans_before, *spans], started_s, self._ended_s)
+        stalls = stalls_of([*self._spans_before, *spans], started_s, self._ended_s, self._facts.head)
         self._spans_before = spans
         tokens_per_s = batch.batch.tokens / step_s
         applied = result is not None and result.control.applied

@@ -100,7 +100,7 @@ def measure_steps(
     step_s_all = stepper.lengths_s(WARM_UP_STEPS + 1, len(submitted))
     step_s = statistics.median(step_s_all)
     tokens = recipe.train.sequences_per_step * recipe.train.sequence_length
-    stalls = stalls_of(spans, start_s, end_s)
+    stalls = stalls_of(spans, start_s, end_s, placement.schedule.head)
     gaps = longest_gaps(spans, start_s, end_s, SHOWN_GAPS)
     return StepReport(
         parameters=model.num_parameters,

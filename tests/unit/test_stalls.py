@@ -7,6 +7,8 @@ import pytest
 from pipeline.messages import Lane, LaneSpan
 from pipeline.stalls import Gap, longest_gaps, stalls_of
 
+HEAD = 9
+
 
 def span(name: str, lane: Lane, start_s: float, end_s: float) -> LaneSpan:
     return LaneSpan(name, lane, "actor", start_s, end_s)
@@ -14,7 +16,7 @@ def span(name: str, lane: Lane, start_s: float, end_s: float) -> LaneSpan:
 
 def test_a_busy_lane_has_no_stall() -> None:
     spans = [span("forward[0]", Lane.COMPUTE, 0.0, 1.0), span("forward[1]", Lane.COMPUTE, 1.0, 2.0)]
-    stalls = stalls_of(spans, 0.0, 2.0)
+    stalls = stalls_of(spans, 0.0, 2.0, HEAD)
     assert stalls.stage == stalls.update == stalls.load == stalls.control == 0.0
 
 
@@ -25,10 +27,22 @@ def test_a_gap_is_split_between_the_update_the_stage_and_the_rest() -> None:
         span("stage[0]", Lane.H2D, 2.0, 2.25),
         span("forward[0]", Lane.COMPUTE, 2.25, 3.0),
     ]
-    stalls = stalls_of(spans, 0.0, 3.0)
+    stalls = stalls_of(spans, 0.0, 3.0, HEAD)
     assert stalls.stage == pytest.approx(0.25)
     assert stalls.update == pytest.approx(0.5)
     assert stalls.control == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("head", ["head", "head wave 2"])
+def test_a_head_that_waits_for_its_update_says_so_without_its_layers_number(head: str) -> None:
+    spans = [
+        span("forward[8]", Lane.COMPUTE, 0.0, 1.0),
+        span("update[9]", Lane.UPDATE, 0.5, 2.0),
+        span("stage[9]", Lane.H2D, 2.0, 2.25),
+        span(head, Lane.COMPUTE, 2.25, 3.0),
+    ]
+    stalls = stalls_of(spans, 0.0, 3.0, HEAD)
+    assert (stalls.update, stalls.stage, stalls.control) == pytest.approx((1.0, 0.25, 0.0))
 
 
 def test_another_layers_transfer_is_not_blamed() -> None:
@@ -37,7 +51,7 @@ def test_another_layers_transfer_is_not_blamed() -> None:
         span("stage[5]", Lane.H2D, 1.0, 2.0),
         span("forward[2]", Lane.COMPUTE, 2.0, 3.0),
     ]
-    stalls = stalls_of(spans, 0.0, 3.0)
+    stalls = stalls_of(spans, 0.0, 3.0, HEAD)
     assert stalls.stage == 0.0
     assert stalls.control == pytest.approx(1.0)
 
@@ -48,7 +62,7 @@ def test_sums_that_a_wave_waits_for_count_as_staging_and_a_recompute_as_work() -
         span("fetch_sum[3]", Lane.H2D, 0.5, 2.0),
         span("backward[3]", Lane.COMPUTE, 2.0, 3.0),
     ]
-    stalls = stalls_of(spans, 0.0, 3.0)
+    stalls = stalls_of(spans, 0.0, 3.0, HEAD)
     assert stalls.stage == pytest.approx(1.0) and stalls.control == pytest.approx(0.0)
 
 
@@ -59,7 +73,7 @@ def test_weights_that_came_late_from_the_drive_are_a_load_stall() -> None:
         span("stage[2]", Lane.H2D, 3.0, 3.5),
         span("forward[2]", Lane.COMPUTE, 3.5, 4.0),
     ]
-    stalls = stalls_of(spans, 0.0, 4.0)
+    stalls = stalls_of(spans, 0.0, 4.0, HEAD)
     assert stalls.load == pytest.approx(2.0)
     assert stalls.stage == pytest.approx(0.5)
 
@@ -73,7 +87,7 @@ def test_an_update_that_waited_for_the_drive_is_a_load_stall_also_while_its_slot
         span("stage[4]", Lane.H2D, 4.5, 4.75),
         span("forward[4]", Lane.COMPUTE, 4.75, 5.0),
     ]
-    stalls = stalls_of(spans, 0.0, 5.0)
+    stalls = stalls_of(spans, 0.0, 5.0, HEAD)
     assert (stalls.load, stalls.update, stalls.stage, stalls.control) == pytest.approx((3.0, 0.5, 0.25, 0.0))
 
 
