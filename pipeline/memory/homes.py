@@ -129,17 +129,8 @@ def staging(model: ModelLayout, spilled: Sequence[int], slots: int) -> dict[int,
 
 
 def _gradient_slots(model: ModelLayout, clip: bool, device_gradients: int) -> tuple[int, ...]:
-    if clip:
-        held_in_ram = len(model.layers) - device_gradients
-        # Of the ring's slots one is as large as the vocabulary; two suffice where each update follows on its offload.
-        ring = staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING - 1)
-        return (*range(held_in_ram), *(held_in_ram + ring[layer] for layer in sorted(ring)))
-    decoders = 0
-    slots: list[int] = []
-    for layer in model.layers:
-        if layer.kind is LayerKind.DECODER:
-            slots.append(decoders % GRADIENT_RING)
-            decoders += 1
-        else:
-            slots.append(GRADIENT_RING + (layer.kind is LayerKind.HEAD))
-    return tuple(slots)
+    """Slots of their own for gradients that wait in RAM; a ring for the others, which each update soon frees."""
+    held_in_ram = len(model.layers) - device_gradients if clip else 0
+    # Of the ring's slots one is as large as the vocabulary; after the norm each update follows on its offload.
+    ring = staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING - 1 if clip else GRADIENT_RING)
+    return (*range(held_in_ram), *(held_in_ram + ring[layer] for layer in sorted(ring)))

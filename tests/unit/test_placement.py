@@ -137,7 +137,14 @@ def test_consecutive_layers_never_share_a_slot_of_a_ring(slots: int, clip: bool,
             assert all(a != b for a, b in itertools.pairwise(used))
         gradients = [home.gradient_slot for home in found]
         assert all(a != b for a, b in itertools.pairwise(gradients))
-        assert len(set(gradients)) == (len(gradients) if clip else 5)
+        assert len(set(gradients)) == (len(gradients) if clip else 3)
+
+
+def test_without_clipping_embedding_and_head_share_the_one_large_gradient_slot() -> None:
+    """Their gradients leave at the two ends of the backward."""
+    (found, *_) = every_homes(model(vocab=64 << 20), clip=False)
+    slots = [home.gradient_slot for home in found]
+    assert slots == [3, 0, 1, 2, 0, 1, 2, 0, 1, 3]
 
 
 def test_small_layers_do_not_pay_for_slots_of_vocabulary_size() -> None:
@@ -309,10 +316,10 @@ def test_spare_device_memory_goes_to_updates_then_to_layers_that_are_not_recompu
     base = replace(request(model()), processes=GPU)
     least = place(replace(base, device_updates=False), ROOMY).used(Place.DEVICE)
     with_updates = place(base, ROOMY)
-    assert with_updates.schedule.device_updates == (0, 1, 2, 3, 4, 5)
-    assert with_updates.schedule.decoder_slots == 5
+    assert with_updates.schedule.device_updates == (0, 1, 2, 3, 4, 5, 6)
+    assert with_updates.schedule.decoder_slots == 6
     on_host = place(replace(base, device_updates=False), ROOMY)
-    never_leave = sum(base.model.layers[index].numel for index in range(6))
+    never_leave = sum(base.model.layers[index].numel for index in range(7))
     assert on_host.arena_bytes - with_updates.arena_bytes == 2 * never_leave
     greedy = replace(base, kept_layers=None)
     assert place(greedy, ROOMY).schedule.kept_layers == 8
