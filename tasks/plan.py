@@ -22,6 +22,7 @@ from cluster.command_line import CommandParser, count, not_negative
 from pipeline.errors import PipelineError
 from pipeline.machine_memory import MachineMemory
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
+from pipeline.prediction.checkpoint_pace import checkpoint_pace
 from pipeline.prediction.costs import CostModel
 from pipeline.prediction.hardware import Hardware, find_hardware, load_hardware
 from pipeline.prediction.simulate import simulate
@@ -102,6 +103,7 @@ def _time(
     if hardware is None:
         return None
     prediction = simulate(CostModel(placement, request.compute, request.step, hardware))
+    drive, as_it_is = hardware.nvme, recipe.checkpoint.compression == "none"
     return TimeFigures(
         steps=recipe.train.steps if token_budget is None else None,
         advice=advice(request, placement, prediction, hardware),
@@ -109,7 +111,9 @@ def _time(
         tokens=request.step.tokens,
         token_budget=token_budget or request.step.tokens * recipe.train.steps,
         price_per_hour=price_per_hour,
-        endurance_tb=hardware.nvme.endurance_tb if hardware.nvme is not None else 0.0,
+        endurance_tb=drive.endurance_tb if drive is not None else 0.0,
+        checkpoint=checkpoint_pace(placement, prediction, drive) if drive is not None and as_it_is else None,
+        checkpoint_every=recipe.checkpoint.every_steps,
     )
 
 

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from pipeline.memory.footprint import Place
 from pipeline.placement import Placement
+from pipeline.prediction.checkpoint_pace import CheckpointPace
 from pipeline.prediction.simulate import Prediction
 from tasks.checkpoint_room import CheckpointFigures
 from tasks.plan_advice import Advice
@@ -43,6 +44,10 @@ class TimeFigures:
     """What would make it faster."""
     price_per_hour: float | None
     endurance_tb: float
+    checkpoint: CheckpointPace | None
+    """None without a drive whose rates are known, and where checkpoints are compressed."""
+    checkpoint_every: int
+    """Steps from one to the next; 0: there is one, at the end."""
 
     @property
     def tokens_per_day(self) -> float:
@@ -135,6 +140,7 @@ def _time_json(time: TimeFigures) -> dict[str, object]:
         "days": time.days,
         "cost": time.cost,
         "drive_days": time.drive_days,
+        "checkpoint": None if time.checkpoint is None else asdict(time.checkpoint),
         "advice": [asdict(each) for each in time.advice],
     }
 

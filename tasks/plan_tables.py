@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.memory.footprint import TIER_NAMES, Place
 from pipeline.placement import Placement, boundaries_in_words
+from pipeline.prediction.checkpoint_pace import CheckpointPace
 from tasks.plan_report import SECONDS_A_DAY, HomeRange, Plan, TimeFigures, home_ranges
 from tiers.quantities import shown_bytes, shown_count, shown_duration
 
@@ -133,6 +134,20 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         f"checkpoints: {shown_bytes(figures.bytes_each)} each, at most {figures.kept} at a time (the old one goes when "
         f"the new one is complete) = {shown_bytes(figures.needed_bytes)}{there}{free}"
     )
+    time = plan.time
+    if time is not None and time.checkpoint is not None:
+        yield f"  {_pace(time.checkpoint, time.checkpoint_every, time.prediction.step_s)}"
+
+
+def _pace(pace: CheckpointPace, every: int, step_s: float) -> str:
+    written = f"one is written in {shown_duration(pace.write_s)} to a drive of {pace.write_gbps:.3g} GB/s"
+    if not every:
+        return f"{written}, at the end"
+    if not pace.wait_s:
+        return f"{written}, beside steps that do not wait for it"
+    share = f"{pace.wait_s / (every * step_s):.1%} of {every:,} steps"
+    remedy = f"; checkpoint.staging_gib = {pace.enough_staging_gib} spares that" if pace.enough_staging_gib else ""
+    return f"{written}; the step after it waits {shown_duration(pace.wait_s)} for that, {share}{remedy}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
