@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.prediction.device_costs import ATTENTION_BACK
-from pipeline.prediction.hardware import GIB, Device, Link
+from pipeline.prediction.hardware import ATTENTION_KEYS, GIB, Device, Link
 from tiers.host_memory import available_host_bytes
 
 GEMM_SIZE = 8192
 HEAD_SIZE = 128
+LONG = 32_768
+"""Tokens of a sequence long enough to tell how fast attention becomes, short enough to fit small devices."""
 CPU_PASS_S = 1e-3
 """Some forty operations of a layer that is not compiled, called from Python; an assumption."""
 LINK_BYTES = 1 << 30
@@ -45,12 +47,14 @@ def measure_device(copy_gbps: float, seconds: float) -> Device:
     source = torch.ones(LINK_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     traffic = _repeat(lambda: target.copy_(source), seconds) * 2 * LINK_BYTES / 1e9
+    attention = _attention_tflops(device, 8, 16, ATTENTION_KEYS, seconds) / gemm
     return Device(
         torch.cuda.get_device_name(),
         free / GIB,
         gemm,
         traffic,
-        attention_efficiency=_attention_tflops(device, 8, 16, 1024, seconds) / gemm,
+        attention_efficiency=attention,
+        long_attention_efficiency=_endless(attention, _attention_tflops(device, 1, 16, LONG, seconds) / gemm),
         product_tail=_product_tail(device, gemm, 1024, seconds),
     )
 
@@ -136,6 +140,15 @@ def _attention_tflops(device: torch.device, sequences: int, heads: int, length: 
 
     forward_flops = 2 * length * heads * HEAD_SIZE * sequences * length
     return _repeat(both, seconds) * (1 + ATTENTION_BACK) * forward_flops / 1e12
+
+
+def _endless(short: float, long: float) -> float:
+    """Attention's efficiency over a sequence without end, by those over ATTENTION_KEYS and over LONG tokens.
+
+    As `Device.attention_efficiency_over` has it; 0, not known, where the longer one gains nothing.
+    """
+    share = ATTENTION_KEYS / LONG
+    return (1 - share) / (1 / long - share / short) if short < long < short / share else 0.0
 
 
 def _product_tail(device: torch.device, gemm_tflops: float, rows: int, seconds: float) -> float:

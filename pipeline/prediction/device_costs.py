@@ -81,8 +81,12 @@ class DeviceCosts:
 
     def _attention_flops(self) -> float:
         # Causal attention: two products over half the sequence, as the design counts it.
-        keys = min(self.step.sequence_length, self.compute.attention_window or self.step.sequence_length)
-        return 2.0 * keys * self.compute.query_size * self.step.tokens
+        return 2.0 * self._keys * self.compute.query_size * self.step.tokens
+
+    @property
+    def _keys(self) -> int:
+        """Tokens that the last of a sequence attends to."""
+        return min(self.step.sequence_length, self.compute.attention_window or self.step.sequence_length)
 
     def head_flops(self) -> float:
         """Of the head, forward."""
@@ -143,7 +147,7 @@ class DeviceCosts:
     def _attention_s(self, *, backward: bool) -> float:
         """Attention of a decoder layer; its memory traffic sets the pace where its window is short."""
         flops = self._attention_flops() * (ATTENTION_BACK if backward else 1.0)
-        rate = self.device.gemm_tflops * self.device.attention_efficiency * 1e12
+        rate = self.device.gemm_tflops * self.device.attention_efficiency_over(self._keys) * 1e12
         return max(flops / rate, self._moving_s(attention_elements(self.compute, backward=backward)))
 
     def _moving_s(self, elements: int) -> float:

@@ -22,6 +22,10 @@ _CLOSED = ConfigDict(extra="forbid", allow_inf_nan=False)
 Rate = Annotated[float, Gt(0)]
 
 
+ATTENTION_KEYS = 1024
+"""Of sequences over which `attention_efficiency` holds."""
+
+
 class HardwareError(ValueError):
     """A hardware file cannot be read. The message names the file and every key that is wrong."""
 
@@ -42,8 +46,10 @@ class Device:
     attention and other work between them is no part of it. Default: fitted to steps and layers of 3B, 7B and 14B on
     an H200."""
     attention_efficiency: Annotated[float, Gt(0)] = 0.25
-    """Rate of attention forward and backward over sequences of about a thousand tokens, as a share of `gemm_tflops`;
-    longer ones are faster than that. Default: fitted to the same; `tasks.probe` measures it."""
+    """Rate of attention forward and backward over sequences of ATTENTION_KEYS tokens, as a share of `gemm_tflops`.
+    Default: fitted to the same; `tasks.probe` measures it."""
+    long_attention_efficiency: Annotated[float, Ge(0)] = 0.0
+    """What that rate grows towards over longer sequences; 0: not known, taken not to grow."""
     product_tail: Annotated[float, Ge(0)] = 1.1e6
     """Outputs that a matrix product costs beyond its own, whatever its size: on average its last round of tiles leaves
     part of the device idle. What makes small micro-batches slow. Default: an assumption, a quarter of a round of
@@ -56,6 +62,17 @@ class Device:
     def memory_bytes(self) -> int:
         """Allocatable bytes."""
         return int(self.memory_gib * GIB)
+
+    def attention_efficiency_over(self, keys: int) -> float:
+        """Rate of attention over so many keys, as a share of `gemm_tflops`.
+
+        An operation takes as long as one of an endless sequence, and what a token costs beside its keys: that is
+        shared by as many operations as there are keys.
+        """
+        if not self.long_attention_efficiency:
+            return self.attention_efficiency
+        endless, short = 1 / self.long_attention_efficiency, 1 / self.attention_efficiency
+        return 1 / (endless + (short - endless) * min(1.0, ATTENTION_KEYS / keys))
 
 
 @dataclass(frozen=True, config=_CLOSED)

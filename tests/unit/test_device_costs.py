@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -15,6 +16,7 @@ from pipeline.prediction.simulate import simulate
 from pipeline.recipe import load_recipe
 from pipeline.recipe_placement import request_of, shape_of
 from pipeline.step.operations import Op
+from tasks.probe_device import LONG, _endless
 from tiers.layout import LayerLayout
 
 H200 = load_hardware(SHIPPED / "h200-measured.toml")
@@ -65,6 +67,28 @@ def test_predicts_a_layer_that_was_measured_alone_within_4_percent(kept: bool, m
     device, layer = layer_costs("7b")
     seconds = sum(device.seconds(op, layer, kept=kept, leaves=False) for op in (Op.FORWARD, Op.BACKWARD))
     assert seconds == pytest.approx(measured_s, rel=0.04)
+
+
+def test_predicts_a_layer_with_one_long_sequence_that_was_measured_alone_within_4_percent() -> None:
+    """Recompute and backward of 131,072 tokens; with the rate of short sequences it would be 2.3 times that."""
+    model = costs("7b-one-131k")
+    device, layer = DeviceCosts(model.compute, model.step, H200.device, 2), model.placement.tier.model.layers[1]
+    assert device.seconds(Op.BACKWARD, layer, kept=False, leaves=False) == pytest.approx(1.042, rel=0.04)
+
+
+def test_attention_grows_faster_with_the_sequence_where_that_is_known() -> None:
+    h200, flat = H200.device, replace(H200.device, long_attention_efficiency=0.0)
+    lengths = (128, 1024, 2048, 16_384, 1 << 20)
+    rates = [h200.attention_efficiency_over(keys) for keys in lengths]
+    assert rates[0] == rates[1] == pytest.approx(0.25) and rates[-1] == pytest.approx(0.70, rel=0.01)
+    assert all(shorter < longer for shorter, longer in pairwise(rates[1:]))
+    assert {flat.attention_efficiency_over(keys) for keys in lengths} == {0.25}
+
+
+def test_the_probe_finds_the_rate_of_endless_sequences_that_its_long_one_follows_from() -> None:
+    long = H200.device.attention_efficiency_over(LONG)
+    assert 0.6 < long < 0.70 and _endless(0.25, long) == pytest.approx(0.70)
+    assert _endless(0.5, 0.5) == _endless(0.5, 0.4) == _endless(0.001, 0.9) == 0.0, "not known"
 
 
 def test_what_is_no_product_takes_a_larger_share_of_a_narrower_layer() -> None:
