@@ -41,7 +41,7 @@ def stalls_of(spans: Iterable[LaneSpan], start_s: float, end_s: float, head: int
         spans: Of any lanes; those outside the window are ignored.
         start_s: Begin of the window, `time.monotonic()`.
         end_s: Its end.
-        head: Index of the head layer, which operations on it do not name.
+        head: Index of the head layer, which the compute lane's spans do not name.
     """
     spans = sorted(spans, key=_start)
     compute = _computing(spans, start_s, end_s)

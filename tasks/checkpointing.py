@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +22,8 @@ from tiers.errors import TierError
 from tiers.layout import ModelLayout
 from tiers.manifest import Facts, SavedPosition
 from tiers.shards import FileRecord
+
+logger = logging.getLogger(__name__)
 
 LIBRARIES = ("torch", "transformers", "ray", "zarr", "numba", "numpy")
 
@@ -91,7 +93,7 @@ class Checkpoints:
         self._newest_step = newest_step
         self._pending: _Pending | None = None
         self._unpublished: CheckpointWriter | None = None
-        """Of the checkpoint at work, until it is published: what fails removes it."""
+        """Of the checkpoint at work, until it is published and older ones are gone: what fails removes what it left."""
         self._publication: _Publication | None = None
         self._publisher = ThreadPoolExecutor(1, "publish")
 
@@ -108,7 +110,8 @@ class Checkpoints:
         """Start the checkpoint of a step, once `can_begin`; an earlier one that is still being written is waited for.
 
         Raises:
-            CheckpointError: The disk has no room for it.
+            CheckpointError: The disk has no room for it; or the earlier one could not be published.
+            OSError: Likewise of the earlier one.
         """
         assert self.can_begin(), f"the checkpoint before step {step} would never be published"
         self.collect(wait=True)
@@ -130,7 +133,7 @@ class Checkpoints:
         """Have the checkpoint at work published once it is written; return its path once that is done.
 
         Args:
-            wait: Return only when nothing is at work any more whose step is over.
+            wait: For the files and for the end of publishing. A checkpoint whose step is not over is not waited for.
 
         Raises:
             CheckpointError, OSError: It could not be published.
@@ -152,15 +155,20 @@ class Checkpoints:
 
     def abandon(self) -> None:
         """The run has failed: publish the checkpoint at work if every layer of it is written, else remove it."""
-        with contextlib.suppress(RayError, TierError, OSError):
+        try:
             self._begin_to_publish(wait=False)
             self._pending = None
             self.collect(wait=True)
-        self._pending = None
-        if self._unpublished is not None:
-            self._unpublished.discard()
-            self._unpublished = None
-        self._publisher.shutdown()
+        except RayError:
+            pass  # of an actor that the run has failed by: said already
+        except (TierError, OSError) as error:
+            logger.warning("of the checkpoint that was being written when the run failed: %s", error)
+        finally:
+            self._publisher.shutdown()  # nothing is removed under its hands
+            self._pending = None
+            if self._unpublished is not None:
+                self._unpublished.discard()
+                self._unpublished = None
 
     def _begin_to_publish(self, *, wait: bool) -> None:
         """Hand the checkpoint at work to the publisher if its step is over and it is written, or once it is."""

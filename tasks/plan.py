@@ -21,13 +21,15 @@ from pathlib import Path
 from cluster.command_line import CommandParser, count, not_negative
 from pipeline.errors import PipelineError
 from pipeline.machine_memory import MachineMemory
+from pipeline.memory.footprint import total
+from pipeline.memory.host_footprint import staging_terms
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
-from pipeline.prediction.checkpoint_pace import checkpoint_pace
+from pipeline.prediction.checkpoint_pace import CheckpointPace, checkpoint_pace
 from pipeline.prediction.costs import CostModel
-from pipeline.prediction.hardware import Hardware, find_hardware, load_hardware
-from pipeline.prediction.simulate import simulate
+from pipeline.prediction.hardware import Hardware, Nvme, find_hardware, load_hardware
+from pipeline.prediction.simulate import Prediction, simulate
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.recipe_placement import notes_of, place_recipe, planned_only, request_of, shape_of
+from pipeline.recipe_placement import notes_of, place_recipe, planned_only, request_of, shape_of, staging_of
 from tasks.checkpoint_room import RunDisk, checkpoint_figures
 from tasks.data.settings import DataError
 from tasks.data.sources import find_files
@@ -103,7 +105,7 @@ def _time(
     if hardware is None:
         return None
     prediction = simulate(CostModel(placement, request.compute, request.step, hardware))
-    drive, as_it_is = hardware.nvme, recipe.checkpoint.compression == "none"
+    drive = hardware.nvme
     return TimeFigures(
         steps=recipe.train.steps if token_budget is None else None,
         advice=advice(request, placement, prediction, hardware),
@@ -112,9 +114,17 @@ def _time(
         token_budget=token_budget or request.step.tokens * recipe.train.steps,
         price_per_hour=price_per_hour,
         endurance_tb=drive.endurance_tb if drive is not None else 0.0,
-        checkpoint=checkpoint_pace(placement, prediction, drive) if drive is not None and as_it_is else None,
-        checkpoint_every=recipe.checkpoint.every_steps,
+        checkpoint=None if drive is None else _pace(recipe, placement, prediction, drive),
     )
+
+
+def _pace(recipe: Recipe, placement: Placement, prediction: Prediction, drive: Nvme) -> CheckpointPace | None:
+    if recipe.checkpoint.compression != "none":
+        return None
+    every = recipe.checkpoint.every_steps if recipe.checkpoint.every_steps < recipe.train.steps else 0
+    # What a recipe asks for is taken off the budget already.
+    room_bytes = placement.budget.ram_bytes - placement.arena_bytes + total(staging_terms(staging_of(recipe) or 0))
+    return checkpoint_pace(placement, prediction, drive, every_steps=every, room_bytes=room_bytes)
 
 
 def _missing_data(recipe: Recipe) -> str | None:

@@ -46,8 +46,6 @@ class TimeFigures:
     endurance_tb: float
     checkpoint: CheckpointPace | None
     """None without a drive whose rates are known, and where checkpoints are compressed."""
-    checkpoint_every: int
-    """Steps from one to the next; 0: there is one, at the end."""
 
     @property
     def tokens_per_day(self) -> float:

@@ -134,20 +134,24 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         f"checkpoints: {shown_bytes(figures.bytes_each)} each, at most {figures.kept} at a time (the old one goes when "
         f"the new one is complete) = {shown_bytes(figures.needed_bytes)}{there}{free}"
     )
-    time = plan.time
-    if time is not None and time.checkpoint is not None:
-        yield f"  {_pace(time.checkpoint, time.checkpoint_every, time.prediction.step_s)}"
+    if plan.time is not None and plan.time.checkpoint is not None:
+        yield f"  {_pace(plan.time.checkpoint)}"
 
 
-def _pace(pace: CheckpointPace, every: int, step_s: float) -> str:
-    written = f"one is written in {shown_duration(pace.write_s)} to a drive of {pace.write_gbps:.3g} GB/s"
-    if not every:
-        return f"{written}, at the end"
+def _pace(pace: CheckpointPace) -> str:
+    written = f"one takes {shown_duration(pace.write_s)} or more to write, at {pace.write_gbps:.3g} GB/s"
+    if not pace.every_steps:
+        return f"{written}; no step follows"
+    share = f"{pace.wait_share:.1%}" if pace.wait_share >= WORTH_TELLING else "less than 0.1%"
+    waits = f"{shown_duration(pace.wait_s)} ({share})"
+    if pace.too_often:
+        return f"{written}, longer than {pace.every_steps:,} steps, which wait {waits}: raise checkpoint.every_steps"
     if not pace.wait_s:
-        return f"{written}, beside steps that do not wait for it"
-    share = f"{pace.wait_s / (every * step_s):.1%} of {every:,} steps"
-    remedy = f"; checkpoint.staging_gib = {pace.enough_staging_gib} spares that" if pace.enough_staging_gib else ""
-    return f"{written}; the step after it waits {shown_duration(pace.wait_s)} for that, {share}{remedy}"
+        return f"{written}, beside steps that do not wait for the drive"
+    more = (
+        f"; with checkpoint.staging_gib = {pace.enough_staging_gib} for copies alone" if pace.enough_staging_gib else ""
+    )
+    return f"{written}, for which every {pace.every_steps:,} steps wait {waits}{more}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

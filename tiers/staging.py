@@ -20,7 +20,7 @@ BLOCK_BYTES = MAX_BLOCK_BYTES
 """No chunk of a shard is larger, and few are much smaller."""
 BLOCKS_A_LOOK = 16
 """Made between two looks at what memory the machine has left, which takes up to a millisecond, as long as to copy a
-block. With what others take meanwhile these stay well within what is left free."""
+block."""
 
 
 class Staging:
@@ -51,6 +51,7 @@ class Staging:
             try:
                 block = _block()
             except OSError:  # a limit that the machine's free memory does not show: ulimit -v, mappings of a process
+                self._seen_room = 0
                 return None
             self._seen_room -= 1
         self._lent += 1
@@ -66,9 +67,12 @@ class Staging:
 
 
 def _blocks_with_room() -> int:
-    """Blocks that the machine has memory for now: the plan counted them, others may have taken it since."""
+    """Blocks that the machine has memory for now: the plan counted them, others may have taken it since.
+
+    What is left free holds those that were made before and not yet filled, one a thread, which no look can see.
+    """
     available = available_host_bytes()
-    return max(0, available - min(GIB, available // 16)) // BLOCK_BYTES
+    return max(0, available - min(GIB, available // 8)) // BLOCK_BYTES
 
 
 def _block() -> ByteArray:

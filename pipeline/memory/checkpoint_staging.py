@@ -29,13 +29,13 @@ def with_checkpoint_staging(placement: Placement, asked_bytes: int | None) -> Pl
             LARGEST_SHARE of the state.
     """
     if asked_bytes is None:
-        most = int(LARGEST_SHARE * _bytes_in_ram(placement.tier))
+        most = int(LARGEST_SHARE * state_bytes_in_ram(placement.tier))
         asked_bytes = min(most, max(0, placement.budget.ram_bytes - placement.arena_bytes))
     num_bytes = asked_bytes // BLOCK_BYTES * BLOCK_BYTES
     return replace(placement, staging_bytes=num_bytes, terms=(*placement.terms, *staging_terms(num_bytes)))
 
 
-def _bytes_in_ram(tier: TierPlan) -> int:
+def state_bytes_in_ram(tier: TierPlan) -> int:
     """Of the state that is captured: that of layers on NVMe is copied from file to file."""
     types = buffer_types(tier.model.precision)
     element = sum(types[buffer].bytes for buffer in stored_buffers(tier.model.precision))

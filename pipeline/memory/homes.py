@@ -131,6 +131,7 @@ def staging(model: ModelLayout, spilled: Sequence[int], slots: int) -> dict[int,
 def _gradient_slots(model: ModelLayout, clip: bool, device_gradients: int) -> tuple[int, ...]:
     """Slots of their own for gradients that wait in RAM; a ring for the others, which each update soon frees."""
     held_in_ram = len(model.layers) - device_gradients if clip else 0
-    # Of the ring's slots one is as large as the vocabulary; after the norm each update follows on its offload.
+    # One slot more is as large as the vocabulary. After the norm an offload has its update behind it at once, so that
+    # none waits between the two.
     ring = staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING - 1 if clip else GRADIENT_RING)
     return (*range(held_in_ram), *(held_in_ram + ring[layer] for layer in sorted(ring)))

@@ -1,8 +1,10 @@
-"""How long a checkpoint takes, and how long the step after it waits for it. A closed formula on the drive's rate. Pure.
+"""How long a checkpoint takes at best, and how long the run waits for it. A closed formula on the drive's rate. Pure.
 
-That step may update a layer once it is written or copied to staging memory (`memory.checkpoint_staging`). What neither
-the drive takes in the length of a step nor that memory holds is waited for, and all of layers on NVMe, which are copied
-from file to file.
+The step after a checkpoint's may update a layer once it is written or copied to staging memory
+(`memory.checkpoint_staging`). It waits for what neither the drive takes in the length of a step nor that memory holds,
+and for all of layers on NVMe, which are copied from file to file. The next checkpoint waits for the end of this one.
+Copies, and what drives lose beside other work, are not in it: an H200 machine's steps waited 1.3 times what follows
+from its drive's rate, without staging memory 1.7 times (BENCHMARKS.md).
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pipeline.memory.checkpoint_staging import state_bytes_in_ram
+from pipeline.memory.footprint import total
+from pipeline.memory.host_footprint import staging_terms
 from pipeline.messages import Lane
 from pipeline.placement import Placement
 from pipeline.prediction.hardware import Nvme
@@ -20,39 +25,56 @@ from tiers.shards import store_bytes
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPace:
-    """Of a checkpoint that is not compressed."""
+    """Of checkpoints that are not compressed."""
 
     write_gbps: float
-    """Of the drive, beside what the steps read there."""
+    """Of the drive, while the steps read there too if they do."""
     write_s: float
-    """To write it."""
+    """To write one."""
+    every_steps: int
+    """From one to the next; 0: there is one, at the end, and nothing waits."""
     wait_s: float
-    """By which the step after the checkpoint's is longer."""
+    """By which the steps from one to the next are longer for it."""
+    wait_share: float
+    """Of their length without it."""
+    too_often: bool
+    """Whether one takes longer to write than the steps to the next, which then waits for it."""
     enough_staging_gib: int
-    """`checkpoint.staging_gib` with which it would wait for nothing; 0 where it does not wait, where RAM has no room
-    for that, and where it would wait all the same, for layers on NVMe."""
+    """`checkpoint.staging_gib` with which they would wait for nothing but copies; 0 where they do not wait, where RAM
+    has no room for that, and where they would wait all the same: for layers on NVMe, or since checkpoints come too
+    often."""
 
 
-def checkpoint_pace(placement: Placement, prediction: Prediction, drive: Nvme) -> CheckpointPace:
-    """Predict for checkpoints on a drive like that of the machine, with layers on NVMe on the very drive.
+def checkpoint_pace(
+    placement: Placement, prediction: Prediction, drive: Nvme, *, every_steps: int, room_bytes: int
+) -> CheckpointPace:
+    """Predict for checkpoints on a drive like that of the machine, where its layers on NVMe lie too.
 
     Args:
         placement: With its staging memory.
         prediction: Of its steps.
         drive: Whose rates.
+        every_steps: From one to the next; 0 where the only one comes at the end.
+        room_bytes: Of RAM, for staging memory.
     """
-    tier, staged = placement.tier, placement.staging_bytes
+    tier, step_s = placement.tier, prediction.step_s
     on_nvme = any(home.state_slot is not None for home in tier.homes)
     gbps = drive.write_busy_gbps if on_nvme else drive.write_gbps
+    write_s = store_bytes(tier.model) / gbps / 1e9
+    if not every_steps:
+        return CheckpointPace(gbps, write_s, 0, 0.0, 0.0, False, 0)
     busy_s = sum(load.busy_s for load in prediction.lanes if load.lane is Lane.NVME_WRITE)
-    beside_bytes = max(0.0, prediction.step_s - busy_s) * gbps * 1e9
-    late_bytes = max(0.0, store_bytes(tier.model) - beside_bytes - staged)
+    staged = min(placement.staging_bytes, state_bytes_in_ram(tier))
+    late_bytes = max(0.0, store_bytes(tier.model) - max(0.0, step_s - busy_s) * gbps * 1e9 - staged)
+    wait_s, steps_s = max(late_bytes / gbps / 1e9, write_s - every_steps * step_s), every_steps * step_s
     enough_gib = math.ceil((staged + late_bytes) / GIB)
-    room = placement.budget.ram_bytes - placement.arena_bytes
-    helps = late_bytes and enough_gib * GIB <= room and not on_nvme
+    helps = late_bytes and not on_nvme and write_s <= steps_s
     return CheckpointPace(
         write_gbps=gbps,
-        write_s=store_bytes(tier.model) / gbps / 1e9,
-        wait_s=late_bytes / gbps / 1e9,
-        enough_staging_gib=enough_gib if helps else 0,
+        write_s=write_s,
+        every_steps=every_steps,
+        wait_s=wait_s,
+        wait_share=wait_s / steps_s,
+        too_often=write_s > steps_s,
+        enough_staging_gib=enough_gib if helps and total(staging_terms(enough_gib * GIB)) <= room_bytes else 0,
     )

@@ -23,6 +23,7 @@ import ray
 
 from pipeline.coordinator import Coordinator
 from pipeline.crew import Crew
+from pipeline.placement import Placement
 from pipeline.recipe import recipe_toml
 from tasks.bench.crew import bench_crew
 from tasks.bench.stepper import WARM_UP_STEPS, Stepper
@@ -33,6 +34,7 @@ from tiers.checkpoint import begin
 from tiers.manifest import Facts, SavedPosition
 from tiers.preflight import nearest_existing
 from tiers.quantities import shown_bytes, shown_duration
+from tiers.shards import store_bytes
 from tiers.store_metadata import Compression
 
 SAMPLE_S = 0.05
@@ -68,7 +70,7 @@ class CheckpointReport:
 
     compression: str
     state_bytes: int
-    """Of the model: what a copy of it would take."""
+    """What a copy of it would take."""
     staging_bytes: int
     """The most that is copied of it, by the plan."""
     step_s: float
@@ -82,7 +84,7 @@ class CheckpointReport:
     seconds: float
     num_bytes: int
     gbps: float
-    """Of the files, 1e9 bytes a second."""
+    """Of the files until the last was written, 1e9 bytes a second."""
     host_bytes: int
     """Held at most in the steps without."""
     host_peak_bytes: int
@@ -136,7 +138,7 @@ def measure_checkpoints(
                 plain.append((first, stepper.ended))
             stepper.finish()
             coordinator.drain()
-    return _report(compression, preparation.placement.staging_bytes, arena_bytes, stepper, samples, plain, written)
+    return _report(compression, preparation.placement, stepper, samples, plain, written)
 
 
 @dataclass(frozen=True)
@@ -220,8 +222,7 @@ def _sampled(crew: Crew, arena_bytes: int) -> Iterator[list[tuple[float, int]]]:
 
 def _report(
     compression: Compression,
-    staging_bytes: int,
-    state_bytes: int,
+    placement: Placement,
     stepper: Stepper,
     samples: list[tuple[float, int]],
     plain: list[tuple[int, int]],
@@ -252,8 +253,8 @@ def _report(
     step_s = statistics.median(each.step_s for each in rounds)
     return CheckpointReport(
         compression=str(compression),
-        state_bytes=state_bytes,
-        staging_bytes=staging_bytes,
+        state_bytes=store_bytes(placement.tier.model),
+        staging_bytes=placement.staging_bytes,
         step_s=step_s,
         lost_s=lost_s,
         steps_for_5_percent=max(1, math.ceil(lost_s / (0.05 * step_s))),
@@ -262,7 +263,7 @@ def _report(
         spanned_steps=statistics.median(r.spanned_steps for r in rounds),
         seconds=seconds,
         num_bytes=num_bytes,
-        gbps=num_bytes / seconds / 1e9,
+        gbps=statistics.median(r.num_bytes / (r.seconds - r.publish_s) / 1e9 for r in rounds),
         host_bytes=max(peak(first, last) for first, last in plain),
         host_peak_bytes=max(r.host_peak_bytes for r in rounds),
         rounds=tuple(rounds),

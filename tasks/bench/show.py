@@ -97,11 +97,13 @@ def _checkpoint(report: CheckpointReport) -> None:
     spanned = f"{shown_duration(report.spanned_step_s)} over the {report.spanned_steps:g} that it spans"
     beside = report.host_peak_bytes - report.host_bytes
     print(f"\ncheckpoint, compression {report.compression}, median of {len(report.rounds)}")
-    print(f"written       {shown_bytes(report.num_bytes)} in {shown_duration(report.seconds)}, {report.gbps:.2f} GB/s")
-    print(f"step          {shown_duration(report.step_s)} without, {spanned}")
-    print(f"overhead      {report.overhead:+.1%} of these (rounds: {each})")
     every = f"a run with one every {report.steps_for_5_percent} steps"
     print(f"lost          {shown_duration(report.lost_s)}: 5 % of {every}")
+    print(f"step          {shown_duration(report.step_s)} without, {spanned}")
+    print(f"overhead      {report.overhead:+.1%} of these (rounds: {each})")
+    print(
+        f"complete      after {shown_duration(report.seconds)}; {shown_bytes(report.num_bytes)}, {report.gbps:.2f} GB/s"
+    )
     print(
         f"host peak     {shown_bytes(report.host_peak_bytes)} with, {shown_bytes(report.host_bytes)} without: "
         f"{'-' if beside < 0 else '+'}{shown_bytes(abs(beside))} beside a state of {shown_bytes(report.state_bytes)}, "

@@ -59,8 +59,8 @@ def test_a_checkpoint_is_measured_beside_steps_as_a_run_writes_it_and_leaves_no_
     report = json.loads(shown.out)["checkpoint none"]
     (one,) = report["rounds"]
     assert one["spanned_steps"] >= 1 and report["spanned_step_s"] == one["spanned_step_s"] > 0
-    assert report["num_bytes"] > report["state_bytes"] * 0.5 and 0 < one["publish_s"] < one["seconds"]
-    assert report["gbps"] == pytest.approx(report["num_bytes"] / report["seconds"] / 1e9)
+    assert report["num_bytes"] > report["state_bytes"] and 0 < one["publish_s"] < one["seconds"]
+    assert report["gbps"] == pytest.approx(report["num_bytes"] / (one["seconds"] - one["publish_s"]) / 1e9)
     overhead = one["spanned_step_s"] / one["step_s"] - 1
     assert report["lost_s"] == pytest.approx(overhead * one["step_s"] * one["spanned_steps"])
     assert min(report["host_bytes"], report["host_peak_bytes"]) > report["state_bytes"]

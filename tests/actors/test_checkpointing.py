@@ -67,6 +67,20 @@ def test_a_checkpoint_that_cannot_be_published_is_removed_and_not_published_afte
     assert partials(tmp_path) == ()
 
 
+@pytest.mark.ray
+def test_a_publication_that_fails_as_the_run_does_is_told_of_and_removed(
+    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpointing, "recipe_toml", lambda recipe: "")
+    checkpoints = checkpoints_of(tmp_path)
+    checkpoints.begin(5)
+    checkpoints.submitted([ray.put(())])
+    checkpoints.reached(Progress(step=5))
+    checkpoints.abandon()
+    assert "being written when the run failed" in caplog.text and "was not snapshotted" in caplog.text
+    assert partials(tmp_path) == () and newest_complete(tmp_path) == (None, ())
+
+
 def write_all(directory: Path) -> tuple[FileRecord, ...]:
     with DirectIO(requests=1) as io:
         store = ShardStore(directory, MODEL, io, DirectMode.BUFFERED)
