@@ -136,7 +136,11 @@ class _Traps:
             self._armed.rename(self._sprung)
         except FileNotFoundError:
             return
-        os.kill(victim, signal.SIGSTOP if trap["victim"] == POWER else trap["number"])
+        if trap["victim"] == POWER:
+            # To this thread: sent to the process, another one may take it, and this one make the change meanwhile.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        else:
+            os.kill(victim, trap["number"])
 
     def _process(self, victim: str, driver: int) -> int | None:
         if victim == POWER:
