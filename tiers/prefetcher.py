@@ -7,7 +7,6 @@ lose an update or read what is out of date all the same is refused by the reside
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +23,7 @@ from tiers.io_spans import IoSpan, IoSpans
 from tiers.layout import Buffer, LayerLayout, stored_buffers
 from tiers.parameter_tier import TierHandle
 from tiers.preflight import preflight
+from tiers.processors import usable_cores
 from tiers.residency import Part
 from tiers.residency_guard import ResidencyGuard
 from tiers.safetensors_source import SafetensorsSource
@@ -37,7 +37,7 @@ CONCURRENT_CALLS = 6
 CONCURRENT_SNAPSHOTS = 4
 """Beside them, in threads of their own: the next step's loads, and the driver's questions, do not queue behind a
 checkpoint. Compression works in these threads."""
-CONCURRENT_CAPTURES = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
+CONCURRENT_CAPTURES = min(8, max(2, usable_cores() // 2))
 """The updates wait for copies, into memory that the system must first give and clear: a thread comes to one to three
 GB/s, eight to what a machine's memory does. Half of the cores are left to what computes and updates."""
 
