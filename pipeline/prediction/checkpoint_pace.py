@@ -57,24 +57,25 @@ def checkpoint_pace(
         every_steps: From one to the next; 0 where the only one comes at the end.
         room_bytes: Of RAM, for staging memory.
     """
-    tier, step_s = placement.tier, prediction.step_s
+    tier, num_bytes = placement.tier, store_bytes(placement.tier.model)
     on_nvme = any(home.state_slot is not None for home in tier.homes)
     gbps = drive.write_busy_gbps if on_nvme else drive.write_gbps
-    write_s = store_bytes(tier.model) / gbps / 1e9
+    write_s, steps_s = num_bytes / gbps / 1e9, every_steps * prediction.step_s
     if not every_steps:
         return CheckpointPace(gbps, write_s, 0, 0.0, 0.0, False, 0)
     busy_s = sum(load.busy_s for load in prediction.lanes if load.lane is Lane.NVME_WRITE)
+    beside_bytes = max(0.0, prediction.step_s - busy_s) * gbps * 1e9
     staged = min(placement.staging_bytes, state_bytes_in_ram(tier))
-    late_bytes = max(0.0, store_bytes(tier.model) - max(0.0, step_s - busy_s) * gbps * 1e9 - staged)
-    wait_s, steps_s = max(late_bytes / gbps / 1e9, write_s - every_steps * step_s), every_steps * step_s
+    late_bytes = max(0.0, num_bytes - beside_bytes - staged)
+    wait_s, too_often = max(late_bytes / gbps / 1e9, write_s - steps_s), write_s > steps_s
     enough_gib = math.ceil((staged + late_bytes) / GIB)
-    helps = late_bytes and not on_nvme and write_s <= steps_s
+    helps = late_bytes and not on_nvme and not too_often and total(staging_terms(enough_gib * GIB)) <= room_bytes
     return CheckpointPace(
         write_gbps=gbps,
         write_s=write_s,
         every_steps=every_steps,
         wait_s=wait_s,
         wait_share=wait_s / steps_s,
-        too_often=write_s > steps_s,
-        enough_staging_gib=enough_gib if helps and total(staging_terms(enough_gib * GIB)) <= room_bytes else 0,
+        too_often=too_often,
+        enough_staging_gib=enough_gib if helps else 0,
     )
