@@ -174,6 +174,11 @@ def staging_of(recipe: Recipe) -> int | None:
     return None if checkpoint.staging_gib is None else int(checkpoint.staging_gib * GIB)
 
 
+def reserved_bytes(recipe: Recipe) -> int:
+    """What is taken off host memory before anything is placed: the staging memory that a recipe asks for."""
+    return total(staging_terms(staging_of(recipe) or 0))
+
+
 def room_of(recipe: Recipe, machine: MachineMemory) -> Room:
     """What the machine has, and what the recipe allows of it."""
     memory = recipe.memory
@@ -185,7 +190,7 @@ def room_of(recipe: Recipe, machine: MachineMemory) -> Room:
         gpu_limit=_bytes(memory.gpu_gib),
         nvme_limit=_bytes(memory.nvme_gib),
         cuda=machine.cuda,
-        reserved_bytes=total(staging_terms(staging_of(recipe) or 0)),
+        reserved_bytes=reserved_bytes(recipe),
     )
 
 

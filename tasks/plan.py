@@ -21,15 +21,13 @@ from pathlib import Path
 from cluster.command_line import CommandParser, count, not_negative
 from pipeline.errors import PipelineError
 from pipeline.machine_memory import MachineMemory
-from pipeline.memory.footprint import total
-from pipeline.memory.host_footprint import staging_terms
 from pipeline.placement import MemoryBudget, Placement, PlacementError, PlacementRequest, place
 from pipeline.prediction.checkpoint_pace import CheckpointPace, checkpoint_pace
 from pipeline.prediction.costs import CostModel
 from pipeline.prediction.hardware import Hardware, Nvme, find_hardware, load_hardware
 from pipeline.prediction.simulate import Prediction, simulate
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.recipe_placement import notes_of, place_recipe, planned_only, request_of, shape_of, staging_of
+from pipeline.recipe_placement import notes_of, place_recipe, planned_only, request_of, reserved_bytes, shape_of
 from tasks.checkpoint_room import RunDisk, checkpoint_figures
 from tasks.data.settings import DataError
 from tasks.data.sources import find_files
@@ -122,8 +120,8 @@ def _pace(recipe: Recipe, placement: Placement, prediction: Prediction, drive: N
     if recipe.checkpoint.compression != "none":
         return None
     every = recipe.checkpoint.every_steps if recipe.checkpoint.every_steps < recipe.train.steps else 0
-    # What a recipe asks for is taken off the budget already.
-    room_bytes = placement.budget.ram_bytes - placement.arena_bytes + total(staging_terms(staging_of(recipe) or 0))
+    # Taken off the budget already.
+    room_bytes = placement.budget.ram_bytes - placement.arena_bytes + reserved_bytes(recipe)
     return checkpoint_pace(placement, prediction, drive, every_steps=every, room_bytes=room_bytes)
 
 
