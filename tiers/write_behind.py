@@ -19,7 +19,7 @@ import numpy as np
 from tiers.checksum import ByteArray
 from tiers.layout import Buffer
 from tiers.shard_store import StorageArray
-from tiers.staging import BLOCK_BYTES, Staging
+from tiers.staging import BLOCK_BYTES, Block, Staging
 
 
 class _State(Enum):
@@ -37,7 +37,7 @@ class _Chunk:
     memory: ByteArray
     """In the arena, or at the beginning of a staging block once it is COPIED."""
     state: _State = _State.AT_HOME
-    block: ByteArray | None = None
+    block: Block | None = None
     """Of the staging memory, where the chunk has been copied."""
 
 
@@ -77,7 +77,7 @@ class PendingLayer:
             block = self._block_for(chunk)
             if block is None:
                 continue
-            copy = block[: chunk.memory.size]
+            copy = block.data[: chunk.memory.size]
             np.copyto(copy, chunk.memory)
             with self._owner.changed:
                 chunk.memory, chunk.state = copy, _State.COPIED
@@ -96,7 +96,7 @@ class PendingLayer:
             self._chunks = {}  # many, and this may stay until a later checkpoint
             self._owner.changed.notify_all()
 
-    def _block_for(self, chunk: _Chunk) -> ByteArray | None:
+    def _block_for(self, chunk: _Chunk) -> Block | None:
         """A block to copy the chunk to, which is then COPYING; None once its home is free without that."""
         changed = self._owner.changed
         with changed:

@@ -86,7 +86,7 @@ class CheckpointReport:
     gbps: float
     """Of the files until the last was written, 1e9 bytes a second."""
     host_bytes: int
-    """Held at most in the steps without."""
+    """Held at most in the steps before the first: what one leaves to the system still counts as a process's."""
     host_peak_bytes: int
     """Likewise in the steps with."""
     rounds: tuple[Round, ...]
@@ -264,7 +264,7 @@ def _report(
         seconds=seconds,
         num_bytes=num_bytes,
         gbps=statistics.median(r.num_bytes / (r.seconds - r.publish_s) / 1e9 for r in rounds),
-        host_bytes=max(peak(first, last) for first, last in plain),
+        host_bytes=peak(*plain[0]),
         host_peak_bytes=max(r.host_peak_bytes for r in rounds),
         rounds=tuple(rounds),
     )

@@ -13,7 +13,7 @@ import pytest
 
 from tiers import staging
 from tiers.layout import PAGE_BYTES, Buffer
-from tiers.staging import BLOCK_BYTES, BLOCKS_A_LOOK, Staging
+from tiers.staging import BLOCK_BYTES, BLOCKS_A_LOOK, Block, Staging
 from tiers.write_behind import WriteBehind
 
 HERE = Path("step-000001.partial")
@@ -49,7 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     blocks: list[int] = []
     make = staging._block
 
-    def counted() -> np.ndarray:
+    def counted() -> Block:
         blocks.append(1)
         return make()
 
@@ -159,11 +159,43 @@ def test_memory_that_the_kernel_refuses_is_no_room_and_stays_countable() -> None
     assert blocks.take() is not None and blocks.take() is not None and blocks.take() is None
 
 
+def test_between_checkpoints_the_system_may_take_the_memory_and_what_it_has_not_taken_is_used_again(
+    made: list[int],
+) -> None:
+    blocks = Staging(8 * BLOCK_BYTES)
+    for _ in range(2):
+        held = [blocks.take() for _ in range(8)]
+        for block in held:
+            assert block is not None
+            block.data[:] = 1
+            blocks.give(block)
+        assert reclaimable_bytes() >= 8 * BLOCK_BYTES
+    assert len(made) == 8
+
+
+def test_a_kernel_that_cannot_leave_memory_to_itself_gets_it_back(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging.mmap, "MADV_FREE", 10_000)
+    blocks = Staging(BLOCK_BYTES)
+    for _ in range(2):
+        block = blocks.take()
+        assert block is not None
+        blocks.give(block)
+    assert len(made) == 2
+
+
+def reclaimable_bytes() -> int:
+    """Of this process, what the kernel takes when it lacks memory."""
+    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return int(fields["LazyFree"].split()[0]) * 1024
+
+
 def test_blocks_are_taken_from_a_machine_that_has_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan counted them, but others may have taken the memory since: then the update waits."""
     blocks = Staging((BLOCKS_A_LOOK + 1) * BLOCK_BYTES)
     held = [blocks.take() for _ in range(BLOCKS_A_LOOK)]
-    assert all(block is not None and block.nbytes == BLOCK_BYTES for block in held)
+    assert all(block is not None and block.data.nbytes == BLOCK_BYTES for block in held)
     monkeypatch.setattr(staging, "available_host_bytes", lambda: BLOCK_BYTES)
     assert blocks.take() is None
     for block in held:
