@@ -23,7 +23,7 @@ from pipeline.prediction.placement_choice import micro_batches_of
 from pipeline.prediction.simulate import Prediction, simulate
 from pipeline.recipe import Recipe
 from pipeline.recipe_limits import beyond_positions, check_layers
-from tiers.layout import ModelLayout
+from tiers.layout import Buffer, ModelLayout, buffer_types
 from tiers.parsing import parse_json
 
 
@@ -99,12 +99,19 @@ def request_of(
     micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
     model, compute = shape
     check_layers(recipe, decoders(model))
+    step = StepShape(train.sequence_length, train.sequences_per_step, micro_batch)
+    weight_bytes = buffer_types(model.precision)[Buffer.WEIGHT].bytes
     return PlacementRequest(
         model=model,
         compute=compute,
-        step=StepShape(train.sequence_length, train.sequences_per_step, micro_batch),
+        step=step,
         clip=recipe.optimizer.max_grad_norm > 0,
-        processes=ProcessShape(optimizer_actors, cuda, compiled=train.compile and cuda),
+        processes=ProcessShape(
+            optimizer_actors,
+            cuda,
+            compiled=train.compile and cuda,
+            timed_bytes=step.micro_batch_tokens * compute.intermediate_size * weight_bytes,
+        ),
         decoder_slots=recipe.memory.decoder_slots,
         gradient_type=recipe.precision.gradient_type,
         device_updates=recipe.memory.device_updates,

@@ -15,7 +15,7 @@ import torch
 from ray.actor import ActorClass
 
 from pipeline.compute.activations import Boundaries
-from pipeline.compute.device import open_device, register_host_memory, unregister_host_memory
+from pipeline.compute.device import open_device, register_host_memory, release_pinned_copies, unregister_host_memory
 from pipeline.compute.device_slots import WeightSlots
 from pipeline.compute.gradient_buffers import OutgoingGradients
 from pipeline.compute.lent_states import LentStates
@@ -52,6 +52,7 @@ class Compute:
         self._arena, arena_map = tier.attach()
         model = arena_map.plan.model
         self._registered: list[int] = []
+        self._compiled_graphs = 0
         self._register(0, arena_map.registered_bytes)
         self._streams = open_streams(self._device)
         self._spans = SpanRecorder(ACTOR_NAME, settings.record_spans)
@@ -196,13 +197,16 @@ class Compute:
         if limit is not None:
             control = decide(control, self._settings.learning_rate, loss, global_norm(sums), limit)
         self._passes.steps.end(step)
+        if compiled_graphs() > self._compiled_graphs and self._device.type == "cuda":
+            release_pinned_copies()
+        self._compiled_graphs = compiled_graphs()
         result = report(
             control,
             loss,
             sums,
             [layer.name for layer in self._layers],
             gpu_peak_bytes=self._take_peak_bytes(),
-            compiled_graphs=compiled_graphs(),
+            compiled_graphs=self._compiled_graphs,
         )
         return control, result
 

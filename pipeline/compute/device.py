@@ -48,6 +48,13 @@ def open_device(settings: ComputeSettings) -> torch.device:
     return device
 
 
+def release_pinned_copies() -> None:
+    """Give back the pinned memory in which Inductor held what it timed kernels on; torch would keep it for the run."""
+    # Torch 2.11 has only the second.
+    release = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+    release()
+
+
 def register_host_memory(address: int, num_bytes: int) -> None:
     """Pin memory of this process for the device, so that copies run at full speed beside everything else.
 

@@ -112,3 +112,5 @@ class ProcessShape:
     cuda: bool = True
     compiled: bool = True
     """Templates are compiled: Inductor's worker processes live beside Compute."""
+    timed_bytes: int = 0
+    """Of the largest activation that a compiled kernel changes in place: see `host_footprint`."""

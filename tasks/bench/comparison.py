@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from pipeline.memory.device_footprint import NOT_IN_TORCH_PEAK
 from pipeline.memory.footprint import Place, total
-from pipeline.memory.host_footprint import CHECKPOINT_STAGING, NOT_IN_HELD_BYTES, RUNNING_BEFORE_ALLOCATION
+from pipeline.memory.host_footprint import (
+    CHECKPOINT_STAGING,
+    NOT_IN_HELD_BYTES,
+    RUNNING_BEFORE_ALLOCATION,
+    TIMED_KERNELS,
+)
 from pipeline.placement import Placement
 from pipeline.prediction.hardware import Hardware
 from pipeline.recipe_placement import predict
@@ -60,7 +65,7 @@ def compare(preparation: Preparation, report: StepReport, hardware: Hardware | N
     """Predict what was measured; times only with a description of the machine."""
     placement = preparation.placement
     held_bytes = _host(placement, (*NOT_IN_HELD_BYTES, CHECKPOINT_STAGING))
-    taken_bytes = _host(placement, (*RUNNING_BEFORE_ALLOCATION, CHECKPOINT_STAGING))
+    taken_bytes = _host(placement, (*RUNNING_BEFORE_ALLOCATION, TIMED_KERNELS, CHECKPOINT_STAGING))
     figures = [
         Figure(HOST_HELD, "bytes", held_bytes, report.host_bytes),
         Figure(HOST_TAKEN, "bytes", taken_bytes, report.host_taken_bytes),
