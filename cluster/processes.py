@@ -14,6 +14,8 @@ from cluster.environment import HEAD_MARKER
 
 _PROC = Path("/proc")
 _POLL_S = 0.05
+_KILLED_WITHIN_S = 10.0
+"""A process that was killed is gone at once, but on a machine whose cores are all at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def end(marker: str, known: Iterable[ProcessId], *, grace_s: float) -> frozenset
         while any(process.alive for process in stage) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
     # Look again instead of trusting the first list: something may have been started in between.
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + _KILLED_WITHIN_S
     while (mine := processes_of(marker, mine)) and time.monotonic() < deadline:
         for process in mine:
             process.send(signal.SIGKILL)
