@@ -41,7 +41,7 @@ class LentStates:
     """Device copies of the state of the layers that are updated there.
 
     They have memory only from `lend` to `release`: layers that keep their graphs from forward to backward have it in
-    between (`SchedulePlan.kept_in_lent_room`).
+    between (`SchedulePlan.in_lent_room`).
     """
 
     def __init__(

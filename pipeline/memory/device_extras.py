@@ -24,8 +24,8 @@ class Extras:
     """Decoder layers, the last ones, that are not recomputed."""
     extra_slots: int = 0
     """Shared decoder slots beyond those asked for: more layers lie on the device when a step ends."""
-    kept_in_lent_room: int = 0
-    """Of the kept layers, as `SchedulePlan` says."""
+    in_lent_room: int = 0
+    """Decoder layers whose activations make room for lent state, as `SchedulePlan` says."""
     own_slots: int = 0
     """Of the kept layers, those whose weights are streamed only once."""
 
@@ -65,19 +65,25 @@ def choose_extras(
         ends_in_slot = range(min(decoder_slots + extra_slots, decoders) + 1) if updates else range(0)
         return tuple(layer for layer in ends_in_slot if homes[layer].state_slot is None)
 
+    def with_room(extras: Extras) -> Extras | None:
+        """The same with as few layers in the room of lent state as do: the forward of the first waits until it is free.
+
+        None where no number does.
+        """
+        # Above all layers that are updated here, whose gradients come into that room as soon as there are any.
+        most = min(decoders // 2, decoders - max(extras.device_updates)) if extras.device_updates else 0
+        if not fits(replace(extras, in_lent_room=most)):
+            return None
+        return next(each for layers in range(most + 1) if fits(each := replace(extras, in_lent_room=layers)))
+
     first_choice = [Extras(updated(extra), extra_slots=extra) for extra in range(EXTRA_SLOTS, 0, -1)]
     fewer = [Extras(updated(0)[:count]) for count in range(len(updated(0)), 0, -1)]
-    chosen = next((extras for extras in (first_choice if updates else []) + fewer if fits(extras)), NO_EXTRAS)
+    choices = (*(first_choice if updates else ()), *fewer)
+    chosen = next((roomy for extras in choices if (roomy := with_room(extras))), NO_EXTRAS)
     most = decoders if kept_layers is None else min(kept_layers, decoders)
     for count in range(most, 0, -1):
-        # Above all layers that are updated here, whose gradients come into that room as soon as there are any.
-        above = decoders - max(chosen.device_updates, default=0)
-        shared = range(min(count, decoders // 2, above) + 1) if chosen.device_updates else range(1)
-        if fits(replace(chosen, kept_layers=count, kept_in_lent_room=shared[-1])):
-            # As few as do: the forward of the first that shares waits until the lent state has gone.
-            candidates = (replace(chosen, kept_layers=count, kept_in_lent_room=layers) for layers in shared)
-            chosen = next(extras for extras in candidates if fits(extras))
-            return _with_own_slots(chosen, fits)
+        if roomy := with_room(replace(chosen, kept_layers=count)):
+            return _with_own_slots(roomy, fits)
     return chosen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline.memory.activation_bytes import kept_graph_bytes, mask_bytes, work_term
 from pipeline.memory.device_extras import NO_EXTRAS, Extras
 from pipeline.memory.footprint import MIB, Place, Term
+from pipeline.memory.lent_room import Activations, lent_bytes
 from pipeline.memory.shapes import ComputeShape, StepShape
 from pipeline.step.layer_groups import LayerGroups
 from tiers.layout import Buffer, LayerKind, ModelLayout, Precision, buffer_types, state_buffers
@@ -57,9 +58,8 @@ def device_terms(
     outgoing = [0] * outgoing_buffers
     waiting = set(range(len(model.layers) - held_gradients, len(model.layers))) - set(extras.device_updates)
     held_elements = sum(model.layers[index].numel for index in waiting)
-    lent = sum(model.layers[index].numel for index in extras.device_updates)
     state = sum(types[buffer].bytes for buffer in state_buffers(model.precision))
-    kept, shared = extras.kept_layers, extras.kept_in_lent_room
+    kept = extras.kept_layers
     graph_bytes = kept_graph_bytes(compute, weight, compiled, qk_norms=_has_qk_norms(model))
     graph = wave.tokens * graph_bytes
     slots = decoder_slots + extras.extra_slots
@@ -70,6 +70,7 @@ def device_terms(
         outgoing[index] = max(outgoing[index], layer.numel)
     boundary = wave.tokens * compute.hidden_size * weight
     groups = LayerGroups(len(decoders) - kept, boundary_every)
+    activations = Activations(len(decoders), kept, boundary_every, boundary, graph)
     # Those in RAM are on the device twice at a time: while one is read the next is on its way.
     held = groups.most_inputs + kept + 1 - spilled_boundaries + min(2, spilled_boundaries)
     # Of the waves before, for the embedding's backward.
@@ -82,9 +83,9 @@ def device_terms(
         _device("held gradients", held_elements * gradient_bytes, f"of {len(waiting)} layers, until the norm"),
         _device(
             "lent optimizer state",
-            max(0, lent * (state + gradient_bytes) - shared * graph),
+            lent_bytes(model, extras, activations, state, gradient_bytes),
             f"and gradients of {len(extras.device_updates)} layers that are updated here"
-            + (f", partly in the room of {shared} layers' activations" if shared else ""),
+            + (f", partly in the room of {extras.in_lent_room} layers' activations" if extras.in_lent_room else ""),
         ),
         _device(
             "own weight slots",
@@ -117,7 +118,7 @@ def device_terms(
             qk_norms=_has_qk_norms(model),
             mlp_chunk_tokens=mlp_chunk_tokens,
             kept=kept > 0,
-            spare_bytes=(kept - shared) * graph,
+            spare_bytes=max(0, kept - extras.in_lent_room) * graph,
         ),
     ]
     terms += passing

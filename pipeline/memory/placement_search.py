@@ -203,7 +203,7 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: E
         device_updates=extras.device_updates,
         kept_layers=extras.kept_layers,
         own_slots=extras.own_slots,
-        kept_in_lent_room=extras.kept_in_lent_room,
+        in_lent_room=extras.in_lent_room,
         boundary_every=request.boundary_every or 1,
         waves=request.waves or 1,
     )

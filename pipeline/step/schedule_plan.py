@@ -39,8 +39,8 @@ class SchedulePlan:
     """Decoder layers, the last ones, that keep their graph on the device from forward to backward: no recompute."""
     own_slots: int = 0
     """Decoder layers, the last ones, whose weights have device slots of their own and are streamed once a step."""
-    kept_in_lent_room: int = 0
-    """Of the kept layers, the last ones whose graphs use the memory of lent state before it comes and after it has
+    in_lent_room: int = 0
+    """Decoder layers, the last ones, whose activations use the memory of lent state before it comes and after it has
     gone."""
     boundary_every: int = 1
     """Of the recomputed decoder layers one in so many keeps its input for the backward, which makes the others' anew.

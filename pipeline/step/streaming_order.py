@@ -27,7 +27,7 @@ class StreamingOrder:
         for layer in range(plan.num_layers):
             staged = self._staged(layer, Pass.FORWARD, wave)
             if layer < plan.head:
-                takes_lent_room = wave == 0 and layer == plan.head - plan.kept_in_lent_room
+                takes_lent_room = wave == 0 and layer == plan.head - plan.in_lent_room
                 self._last_compute = graph.add(
                     Key(Op.FORWARD, layer, wave=wave),
                     after=(*staged, self._last_compute),

@@ -118,7 +118,7 @@ class UpdateOrder:
         Spread over the last layers of the backward, two apart: the weights that these need cross the same link.
         """
         lent, head = self._plan.device_updates, self._plan.head
-        room_is_free = min(head - self._plan.kept_in_lent_room, head - 1)
+        room_is_free = min(head - self._plan.in_lent_room, head - 1)
         for rank, layer in enumerate(lent):
             if min(2 * (len(lent) - rank), room_is_free) != below:
                 continue

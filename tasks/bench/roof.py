@@ -49,7 +49,7 @@ def measure_roof(preparation: Preparation, steps: int) -> RoofReport:
         gradient_slots=(),
         device_gradients=(),
         device_updates=(),
-        kept_in_lent_room=0,
+        in_lent_room=0,
         boundary_every=1,
         waves=1,
     )

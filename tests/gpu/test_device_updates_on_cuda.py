@@ -37,6 +37,7 @@ def test_every_bit_of_weights_and_state_is_the_same(precision: Precision, tied: 
     assert train(replace(on_host, device_updates=(0, 1, 2, 3, 4, 5), decoder_slots=5)) == wanted
 
 
-def test_kept_graphs_and_lent_state_take_turns_in_the_same_memory() -> None:
-    apart = OnGpu(tiny_config("qwen2"), Precision.BF16, 0.5, device_updates=(0, 1, 2), kept_layers=4)
-    assert train(replace(apart, kept_in_lent_room=2)) == train(apart)
+@pytest.mark.parametrize("kept", [0, 4])
+def test_activations_and_lent_state_take_turns_in_the_same_memory(kept: int) -> None:
+    apart = OnGpu(tiny_config("qwen2"), Precision.BF16, 0.5, device_updates=(0, 1, 2), kept_layers=kept)
+    assert train(replace(apart, in_lent_room=2)) == train(apart)

@@ -57,7 +57,7 @@ class Case:
     own_slots: int = 0
     boundary_every: int = 1
     waves: int = 1
-    kept_in_lent_room: int = 0
+    in_lent_room: int = 0
     io_threads: int = 2
     compression: Compression = Compression.NONE
     staging_bytes: int = 0
@@ -92,7 +92,7 @@ class Case:
             own_slots=self.own_slots,
             boundary_every=self.boundary_every,
             waves=self.waves,
-            kept_in_lent_room=self.kept_in_lent_room,
+            in_lent_room=self.in_lent_room,
         )
         return TierPlan(model, placed, self.gradients or default, self.activation_bytes, self.waves > 1), schedule
 

@@ -52,7 +52,7 @@ def make_plan(
         own_slots=min(own, decoders),
         boundary_every=every,
         waves=waves,
-        kept_in_lent_room=min(sharing, kept, decoders),
+        in_lent_room=min(sharing, decoders),
         device_updates=tuple(range(min(on_device, decoder_slots + 1, decoders + 1))) if spilled == "none" else (),
     )
 
@@ -98,7 +98,7 @@ class Machine:
     def run(self, step: int, key: Key) -> None:
         layer, plan = key.layer, self.plan
         self.log[f"{key}"] += 1
-        if key.op in (Op.FORWARD, Op.BACKWARD) and layer >= plan.head - plan.kept_in_lent_room:
+        if key.op in (Op.FORWARD, Op.BACKWARD) and layer >= plan.head - plan.in_lent_room:
             assert not self.lent, f"{key} of step {step} in the room of lent state"
             (self.sharing_graphs.add if key.op is Op.FORWARD else self.sharing_graphs.remove)(layer)
         match key.op:

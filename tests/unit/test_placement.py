@@ -324,12 +324,22 @@ def test_spare_device_memory_goes_to_updates_then_to_layers_that_are_not_recompu
     greedy = replace(base, kept_layers=None)
     assert place(greedy, ROOMY).schedule.kept_layers == 8
     seen: list[tuple[int, int]] = []
-    for gpu_bytes in range(least, place(greedy, ROOMY).used(Place.DEVICE) + 1, 1 << 20):
+    for gpu_bytes in range(least, place(greedy, ROOMY).used(Place.DEVICE) + 1, 1 << 17):
         found = place(greedy, replace(ROOMY, gpu_bytes=gpu_bytes))
         assert found.used(Place.DEVICE) <= gpu_bytes
         seen.append((len(found.schedule.device_updates), found.schedule.kept_layers))
     assert seen[0] == (0, 0) and seen[-1][1] >= 7
     assert any(updates and not kept for updates, kept in seen)
+
+
+def test_lent_state_uses_the_room_of_boundary_activations_where_the_device_has_no_other() -> None:
+    """7B on 24 GiB: without that no layer could be updated there."""
+    base = replace(request(model()), processes=GPU, kept_layers=0)
+    roomy = place(base, ROOMY)
+    assert roomy.schedule.in_lent_room == 0, "the next forward waits for nothing"
+    tight = place(base, replace(ROOMY, gpu_bytes=roomy.used(Place.DEVICE) - 1))
+    assert tight.schedule.device_updates == roomy.schedule.device_updates
+    assert 0 < tight.schedule.in_lent_room <= (len(base.model.layers) - 2) // 2
 
 
 def test_only_state_at_home_in_ram_is_lent_and_only_where_clipping_makes_the_next_step_wait() -> None:
