@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,8 @@ class PendingLayer:
         assert all(num_bytes <= BLOCK_BYTES for num_bytes in chunk_bytes.values())
         self._owner = owner
         self._chunks = {buffer: _cut(array, chunk_bytes[buffer]) for buffer, array in arrays.items()}
+        self.turn = 0
+        """Of its capture among all: the layer that was captured first is needed first."""
         self.captured = False
         self.written = False
 
@@ -98,16 +101,21 @@ class PendingLayer:
 
     def _block_for(self, chunk: _Chunk) -> Block | None:
         """A block to copy the chunk to, which is then COPYING; None once its home is free without that."""
-        changed = self._owner.changed
+        changed, short_of_blocks = self._owner.changed, self._owner.short_of_blocks
         with changed:
             while chunk.state in (_State.AT_HOME, _State.BEING_READ):
                 if chunk.state is _State.AT_HOME:
-                    chunk.block = self._owner.staging.take()
+                    if self.turn <= min(short_of_blocks, default=self.turn):
+                        chunk.block = self._owner.staging.take()
                     if chunk.block is not None:
                         chunk.state = _State.COPYING
-                        return chunk.block
+                        break
+                    short_of_blocks.add(self.turn)
                 changed.wait()
-        return None
+            if self.turn in short_of_blocks:
+                short_of_blocks.remove(self.turn)
+                changed.notify_all()
+        return chunk.block if chunk.state is _State.COPYING else None
 
     def _release(self, chunk: _Chunk) -> None:
         if chunk.block is not None:
@@ -122,6 +130,9 @@ class WriteBehind:
         """Hold at most `staging_bytes` of copies."""
         self.changed = threading.Condition()
         self.staging = Staging(staging_bytes)
+        self.short_of_blocks: set[int] = set()
+        """Turns of the layers whose capture waits for a block."""
+        self._turns = count(1)
         self._layers: dict[tuple[Path, int], PendingLayer] = {}
 
     @contextmanager
@@ -163,6 +174,7 @@ class WriteBehind:
         """
         with self.changed:
             found = self._layers.setdefault((directory, layer), PendingLayer(arrays, chunk_bytes, self))
+            found.turn = next(self._turns)
         found.capture()
         with self.changed:
             found.captured = True

@@ -14,7 +14,7 @@ import pytest
 from tiers import staging
 from tiers.layout import PAGE_BYTES, Buffer
 from tiers.staging import BLOCK_BYTES, BLOCKS_A_LOOK, Block, Staging
-from tiers.write_behind import WriteBehind
+from tiers.write_behind import PendingLayer, WriteBehind
 
 HERE = Path("step-000001.partial")
 CHUNKS = {Buffer.WEIGHT: PAGE_BYTES, Buffer.EXP_AVG: PAGE_BYTES}
@@ -111,6 +111,32 @@ def test_with_too_little_room_a_capture_waits_until_the_rest_is_written(
     assert parts == wanted
     # A block that came free may have been used for another chunk; more than these there never were.
     assert len(made) == blocks and behind.staging._lent == 0
+
+
+def blocks_of(pending: PendingLayer) -> int:
+    return sum(chunk.block is not None for chunks in pending._chunks.values() for chunk in chunks)
+
+
+def test_what_comes_free_goes_to_the_layer_that_was_captured_first(aside: ThreadPoolExecutor) -> None:
+    behind, arrays = WriteBehind(BLOCK_BYTES), home()
+    first = aside.submit(behind.capture, HERE, 0, arrays, CHUNKS)
+    with behind.changed:
+        assert behind.changed.wait_for(lambda: behind.short_of_blocks == {1}, timeout=60)
+    second = aside.submit(behind.capture, HERE, 1, arrays, CHUNKS)
+    with behind.changed:
+        assert behind.changed.wait_for(lambda: behind.short_of_blocks == {1, 2}, timeout=60)
+    with behind.writing(HERE, 0, arrays, CHUNKS) as pending:
+        for buffer, number in [(buffer, number) for buffer in reversed(CHUNKS) for number in (2, 1, 0)]:
+            with pending.chunk(buffer, number):  # the one that is copied: then its block is free
+                assert behind.short_of_blocks >= {2}
+            if (buffer, number) != (Buffer.WEIGHT, 0):
+                with behind.changed:
+                    assert behind.changed.wait_for(lambda: blocks_of(pending) == 1, timeout=60)
+                assert blocks_of(behind._layers[HERE, 1]) == 0
+    first.result(60)
+    assert written(behind, arrays, 1) == as_bytes(arrays)
+    second.result(60)
+    assert not behind.short_of_blocks and behind.staging._lent == 0
 
 
 def test_a_writer_that_fails_frees_what_waits_for_it(aside: ThreadPoolExecutor) -> None:
