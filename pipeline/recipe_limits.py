@@ -1,4 +1,4 @@
-"""What of a recipe depends on its model: keys that count its decoder layers, sequences longer than it was made for."""
+"""What of a recipe is refused or remarked on once its model and machine are known."""
 
 from __future__ import annotations
 
@@ -82,4 +82,14 @@ def beyond_positions(recipe: Recipe, config: Mapping[str, object]) -> str | None
     return (
         f"train.sequence_length = {length:,} is above the model's max_position_embeddings = {positions:,}: pretrained "
         "weights have not seen such positions, and programs that load an export may cut sequences there"
+    )
+
+
+def checkpoint_at_the_end(recipe: Recipe) -> str | None:
+    """What to say of a recipe that saves nothing on the way; None where it does."""
+    if 0 < recipe.checkpoint.every_steps < recipe.train.steps:
+        return None
+    return (
+        f"the only checkpoint is that of the last step, {recipe.train.steps:,}, or of a stop: a crash, a kill or a "
+        "loss of power before loses the run; set checkpoint.every_steps"
     )

@@ -22,7 +22,7 @@ from pipeline.prediction.hardware import Hardware
 from pipeline.prediction.placement_choice import micro_batches_of
 from pipeline.prediction.simulate import Prediction, simulate
 from pipeline.recipe import Recipe
-from pipeline.recipe_limits import beyond_positions, check_layers
+from pipeline.recipe_limits import beyond_positions, check_layers, checkpoint_at_the_end
 from tiers.layout import Buffer, ModelLayout, buffer_types
 from tiers.parsing import parse_json
 
@@ -56,10 +56,13 @@ def shape_of(recipe: Recipe) -> tuple[ModelLayout, ComputeShape]:
 
 
 def notes_of(recipe: Recipe) -> tuple[str, ...]:
-    """What is worth knowing of the recipe's model and does not keep it from being trained."""
+    """What is worth knowing of the recipe and its model and does not keep it from being trained."""
     config = _config_of(recipe)
-    note = beyond_positions(recipe, read_config(config) if isinstance(config, Path) else config)
-    return () if note is None else (note,)
+    notes = (
+        beyond_positions(recipe, read_config(config) if isinstance(config, Path) else config),
+        checkpoint_at_the_end(recipe),
+    )
+    return tuple(note for note in notes if note is not None)
 
 
 def planned_only(recipe: Recipe) -> str | None:

@@ -15,6 +15,7 @@ from pipeline.crew import Crew
 from pipeline.errors import ActorLostError, OperationError, RayLostError
 from pipeline.families.flops import model_flops_per_token
 from pipeline.metrics import is_evaluated
+from pipeline.recipe import Recipe
 from tasks.checkpointing import Checkpoints, Progress
 from tasks.data.loader import BatchLoader
 from tasks.evaluation import evaluation
@@ -38,6 +39,24 @@ class Launch:
     data: Data
     resume: ResumePoint | None
     directory: RunDirectory
+
+    @property
+    def start(self) -> int:
+        """Step that it goes on from."""
+        return self.resume.progress.step if self.resume is not None else 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all was done before: the last step's checkpoint is the run's own, and nothing is left to measure."""
+        recipe = self.preparation.recipe
+        own = self.resume is not None and recipe.run.resume == "auto"
+        owes = recipe.eval.every_steps and not is_evaluated(recipe.run.dir, self.start)
+        return own and self.start >= recipe.train.steps and not owes
+
+
+def ending_line(recipe: Recipe, step: int) -> str:
+    """What to say of a run that has come to its end."""
+    return f"trained {step} steps; export with: python -m tasks.export_hf {recipe.run.dir} OUT"
 
 
 def attempt(
@@ -135,7 +154,7 @@ def attempt(
             raise ActorLostError(loss_of(crew, coordinator, error)) from error
     step = training.progress.step
     if ending is Ending.TRAINED:
-        say(f"trained {step} steps; export with: python -m tasks.export_hf {recipe.run.dir} OUT")
+        say(ending_line(recipe, step))
     else:
         say(f"stopped after step {step}; {same_command(recipe.run)} goes on from its checkpoint")
     return ending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,16 @@ def rounding_changes(before: Recipe, preparation: Preparation) -> list[str]:
 
 
 def _recipe_of(checkpoint: Path) -> Recipe:
-    return parse_recipe(read_manifest(checkpoint).facts.recipe, str(checkpoint))
+    return parse_recipe(_in_this_copy(read_manifest(checkpoint).facts.recipe), str(checkpoint))
+
+
+_JOBS_COPY = re.compile(r'/[^"\n]*?/_ray_pkg_[0-9a-f]+(?=[/"])')
+"""A job runs in a copy of its working directory, whose place follows from the head and from what is in it."""
+
+
+def _in_this_copy(recipe: str) -> str:
+    """A recorded recipe with paths in its own copy of the working directory taken for those in this one."""
+    return _JOBS_COPY.sub(lambda _: str(Path.cwd()), recipe)
 
 
 def check_data(recipe: Recipe, resume: ResumePoint, data: PackedDataset, say: Callable[[str], None]) -> None:

@@ -34,6 +34,7 @@ from ray.exceptions import RayError
 
 from cluster.command_line import CommandParser
 from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.job_stop import short_stop
 from cluster.join import connect, require_resources
 from pipeline.errors import PipelineError
 from pipeline.memory.footprint import Place
@@ -42,7 +43,7 @@ from pipeline.prediction.hardware import Hardware, find_hardware, load_hardware
 from pipeline.recipe import load_recipe, recipe_toml
 from pipeline.recipe_placement import notes_of, predict
 from tasks.assigned_gpu import require_planned_gpu
-from tasks.attempt import Launch
+from tasks.attempt import Launch, ending_line
 from tasks.checkpoint_room import require_checkpoint_room
 from tasks.failure import explain
 from tasks.interruption import whoever_handles_signals
@@ -80,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, TierError, PipelineError, OSError) as error:
             return parser.refuse(error)
         if options.dry_run:
+            return TRAINED
+        if launch.is_over:
+            print(ending_line(launch.preparation.recipe, launch.start))
             return TRAINED
         return _train(launch, options.address, parser)
 
@@ -153,6 +157,8 @@ def _train(launch: Launch, address: str | None, parser: CommandParser) -> int:
                 connection = held.enter_context(connect(address, num_gpus=1 if preparation.cuda else 0))
             if connection.dashboard_url:
                 say(f"dashboard: {connection.dashboard_url}")
+            if not connection.embedded and (note := short_stop()):
+                say(f"note: {note}")
             if preparation.cuda:
                 require_resources({"GPU": 1}, RESOURCE_TIMEOUT_S)
                 if not connection.embedded and (note := require_planned_gpu(preparation.placement.used(Place.DEVICE))):

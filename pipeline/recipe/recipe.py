@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from pipeline.recipe.checks import unusable_values, wrong_references
 from pipeline.recipe.errors import Problem, RecipeError, problems_of, raise_problems
 from pipeline.recipe.resolved import Recipe
-from pipeline.recipe.words import shown
+from pipeline.recipe.words import SHOWN_CHARACTERS, as_toml, shortened, shown
 from tiers.parsing import MAX_DEPTH, parse_toml
 
 _PATH_KEYS = {
@@ -104,11 +105,16 @@ class Difference:
 def differences(before: Recipe, after: Recipe) -> tuple[Difference, ...]:
     """Every key that differs, in the order of the sections: what a resume must accept or refuse."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
-    return tuple(Difference(key, _set(old[key]), _set(new[key])) for key in old if old[key] != new[key])
+    return tuple(Difference(key, *_apart(old[key], new[key])) for key in old if old[key] != new[key])
 
 
-def _set(value: Any) -> str:
-    return "not set" if value is None else shown(value)
+def _apart(old: Any, new: Any) -> tuple[str, str]:
+    """Two values that differ, each cut to where they do."""
+    texts = ["not set" if value is None else as_toml(value) for value in (old, new)]
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
+    start = max(0, same - SHOWN_CHARACTERS // 4) if max(map(len, texts)) > SHOWN_CHARACTERS else 0
+    before, after = ("..." * (start > 0) + shortened(text[start:]) for text in texts)
+    return before, after
 
 
 def _leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:

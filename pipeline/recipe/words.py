@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-_SHOWN_CHARACTERS = 80
+SHOWN_CHARACTERS = 80
 
 _PLAIN_TYPES = {
     int: "a whole number",
@@ -55,8 +55,17 @@ _OTHER_NAMES = {
 
 def shown(value: Any) -> str:
     """A value as TOML would show it, shortened."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    return shortened(as_toml(value))
+
+
+def as_toml(value: Any) -> str:
+    """A value as TOML would show it."""
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def shortened(text: str) -> str:
+    """What of a text a message has room for."""
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

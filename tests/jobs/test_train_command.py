@@ -105,6 +105,21 @@ def test_a_run_leaves_its_recipe_rows_checkpoint_and_says_what_it_read(trained: 
 
 
 @pytest.mark.ray
+def test_a_run_that_is_over_says_so_without_a_cluster(
+    trained: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    files = {path: path.stat().st_mtime_ns for path in trained.rglob("*") if path.name != "run.lock"}
+    assert command(f"run.dir={trained}") == train.TRAINED
+    assert f"trained {STEPS} steps; export with" in capsys.readouterr().out
+    assert all(path.stat().st_mtime_ns == changed for path, changed in files.items())
+    # Longer, there is something left to do.
+    longer = f"train.steps={STEPS + 1}", 'run.accept_changes=["train.steps"]'
+    assert command(f"run.dir={trained}", *longer) != train.TRAINED
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.ray
 def test_the_exported_model_has_the_loss_that_the_run_reported(trained: Path, tmp_path: Path) -> None:
     assert export_hf.main([str(trained), str(tmp_path / "model")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()

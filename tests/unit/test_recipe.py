@@ -269,7 +269,8 @@ def test_differences_see_past_what_is_shown(tmp_path: Path) -> None:
     path = write(tmp_path)
     long = "x" * 100
     before = load_recipe(path, [f"data.text_field={long}a"])
-    assert len(differences(before, load_recipe(path, [f"data.text_field={long}b"]))) == 1
+    (difference,) = differences(before, load_recipe(path, [f"data.text_field={long}b"]))
+    assert difference.before.endswith('xxa"') and difference.after.endswith('xxb"')
 
 
 def test_recipe_is_frozen_and_its_keys_are_documented(tmp_path: Path) -> None:

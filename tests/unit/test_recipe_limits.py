@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.recipe import RecipeError, load_recipe
-from pipeline.recipe_limits import beyond_positions, check_threads
+from pipeline.recipe_limits import beyond_positions, check_threads, checkpoint_at_the_end
 from support.small_recipe import write_one_step
 from tasks import plan, train
 
@@ -74,3 +74,11 @@ def test_a_scaled_rotary_embedding_reaches_further(path: Path) -> None:
         assert beyond_positions(recipe, config) is None
         assert beyond_positions(recipe, config | {key: scaling | {"factor": 2.0}}) is not None
     assert beyond_positions(recipe, {}) is None
+
+
+def test_a_run_that_saves_nothing_on_its_way_is_told_so(path: Path) -> None:
+    steps = ["train.steps=20"]
+    note = checkpoint_at_the_end(load_recipe(path, steps))
+    assert note is not None and "step, 20," in note and "set checkpoint.every_steps" in note
+    assert checkpoint_at_the_end(load_recipe(path, [*steps, "checkpoint.every_steps=20"])) == note
+    assert checkpoint_at_the_end(load_recipe(path, [*steps, "checkpoint.every_steps=19"])) is None

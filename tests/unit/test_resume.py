@@ -137,6 +137,21 @@ def test_open_chunks_and_kept_layers_are_those_of_the_checkpoint_and_other_chunk
     assert find_resume_point(accepting.with_memory(mlp_chunk_tokens=4096), print) is not None
 
 
+def test_a_path_in_a_jobs_copy_of_its_working_directory_is_that_of_this_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy's place follows from the head and from every file in it."""
+    wanted = recipe(tmp_path).with_micro_batch(1)
+    copy = Path("/tmp/head/session/runtime_resources/working_dir_files/_ray_pkg_0123456789abcdef")
+    data = wanted.data.model_copy(update={"path": (copy / "data.parquet",)})
+    checkpoint_of(wanted.model_copy(update={"data": data}))
+    monkeypatch.chdir(tmp_path)
+    assert find_resume_point(wanted, print) is not None
+    monkeypatch.chdir("/")
+    with pytest.raises(ResumeError, match=r"data\.path: "):
+        find_resume_point(wanted, print)
+
+
 def test_checkpoints_of_which_none_is_whole_are_no_reason_to_start_anew(tmp_path: Path) -> None:
     wanted = recipe(tmp_path).with_micro_batch(1)
     partial = wanted.run.dir / "checkpoints/step-000001.partial"
