@@ -29,8 +29,16 @@ class LayerHome:
     state_slot: int | None = None
     """A layer whose weights are on NVMe has its state there too: an update needs both."""
     gradient_slot: int = 0
+    gradient_span: int = 1
+    """Gradient slots, from that one on, that its gradient takes: a large one those of several smaller ones; 0 where it
+    never leaves the device."""
     gradient_on_device: bool = False
     """Whether the gradient waits for the global norm in device memory; its RAM slot then is one of a few in turn."""
+
+    @property
+    def ram_gradient(self) -> range:
+        """RAM slots of its gradient."""
+        return range(self.gradient_slot, self.gradient_slot + self.gradient_span)
 
     def __post_init__(self) -> None:
         assert self.weight_slot is None or self.state_slot is not None
@@ -102,7 +110,8 @@ class ArenaMap:
             sums = {layer.index: extent for layer, extent in zip(layers[1:], wide, strict=True)}
             gradients = (*embedding, *(extent._replace(element=types[Buffer.GRADIENT]) for extent in wide))
         else:
-            gradients = _region(cursor, layers, gradient_slots, types[Buffer.GRADIENT])
+            spans = [home.gradient_span for home in homes]
+            gradients = _region(cursor, layers, gradient_slots, types[Buffer.GRADIENT], spans)
         activations = None
         if plan.activation_bytes:
             numel = round_up(plan.activation_bytes, PAGE_BYTES) // ElementType.BFLOAT16.bytes
@@ -144,16 +153,44 @@ class _Cursor:
         return start
 
 
+def slot_bytes(
+    layers: Sequence[LayerLayout], slots: Sequence[int | None], element: ElementType, spans: Sequence[int] = ()
+) -> dict[int, int]:
+    """Bytes of each slot, in order: as large as its largest layer; the last of several that a layer takes makes up for
+    what they lack together.
+
+    Args:
+        layers: That use the slots.
+        slots: The first slot of each layer; None where it has a place of its own.
+        element: Of the buffers.
+        spans: How many slots each layer takes; empty where each takes one.
+    """
+    found: dict[int, int] = {}
+    used = [
+        (slot, span, round_up(layer.numel * element.bytes, PAGE_BYTES))
+        for layer, slot, span in zip(layers, slots, spans or [1] * len(layers), strict=True)
+        if slot is not None
+    ]
+    for slot, _, num_bytes in (each for each in used if each[1] == 1):
+        found[slot] = max(found.get(slot, 0), num_bytes)
+    for slot, span, num_bytes in (each for each in used if each[1] > 1):
+        others = sum(found.setdefault(taken, 0) for taken in range(slot, slot + span - 1))
+        found[slot + span - 1] = max(found.get(slot + span - 1, 0), num_bytes - others)
+    return dict(sorted(found.items()))
+
+
 def _region(
-    cursor: _Cursor, layers: Sequence[LayerLayout], slots: Sequence[int | None], element: ElementType
+    cursor: _Cursor,
+    layers: Sequence[LayerLayout],
+    slots: Sequence[int | None],
+    element: ElementType,
+    spans: Sequence[int] = (),
 ) -> tuple[Extent, ...]:
-    """Give each layer without a slot a place of its own, and each slot one place as large as its largest layer."""
-    slot_numel: dict[int, int] = {}
-    for layer, slot in zip(layers, slots, strict=True):
-        if slot is not None:
-            slot_numel[slot] = max(slot_numel.get(slot, 0), layer.numel)
-    starts = {slot: cursor.take(numel * element.bytes) for slot, numel in sorted(slot_numel.items())}
-    return tuple(
-        Extent(cursor.take(layer.numel * element.bytes) if slot is None else starts[slot], layer.numel, element)
-        for layer, slot in zip(layers, slots, strict=True)
-    )
+    """Give each layer without a slot a place of its own, and each slot one: side by side, in their order."""
+    starts = {slot: cursor.take(num_bytes) for slot, num_bytes in slot_bytes(layers, slots, element, spans).items()}
+    extents = []
+    for layer, slot, span in zip(layers, slots, spans or [1] * len(layers), strict=True):
+        numel = layer.numel if span else 0
+        start = cursor.take(numel * element.bytes) if slot is None else starts.get(slot, 0)
+        extents.append(Extent(start, numel, element))
+    return tuple(extents)

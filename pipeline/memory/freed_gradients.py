@@ -9,7 +9,8 @@ from pipeline.memory.device_extras import EXTRA_SLOTS
 from pipeline.memory.device_fit import decoders, extras_of
 from pipeline.memory.homes import Spill, homes, without_ram_gradients
 from pipeline.memory.placement_request import PlacementRequest
-from tiers.layout import PAGE_BYTES, ElementType, ModelLayout, round_up
+from tiers.arena_map import slot_bytes
+from tiers.layout import ElementType, ModelLayout
 
 
 class FreedGradients:
@@ -58,9 +59,7 @@ def _freed_bytes(model: ModelLayout, gradient_type: ElementType, held: int, laye
     """Difference of the arena's gradient slots; that on NVMe there is something changes none of them."""
     every = homes(model, clip=True, state=(), weights=(), staging_slots=1, device_gradients=held)
     sizes = []
-    for placed in (every, without_ram_gradients(model, every, layers)):
-        slots: dict[int, int] = {}
-        for layer, home in zip(model.layers, placed, strict=True):
-            slots[home.gradient_slot] = max(slots.get(home.gradient_slot, 0), layer.numel * gradient_type.bytes)
-        sizes.append(sum(round_up(num_bytes, PAGE_BYTES) for num_bytes in slots.values()))
+    for placed in (every, without_ram_gradients(every, layers)):
+        slots, spans = [home.gradient_slot for home in placed], [home.gradient_span for home in placed]
+        sizes.append(sum(slot_bytes(model.layers, slots, gradient_type, spans).values()))
     return sizes[0] - sizes[1]

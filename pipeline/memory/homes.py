@@ -14,9 +14,9 @@ from tiers.layout import LayerKind, LayerLayout, ModelLayout
 MOST_MIXED = 8
 """Layers at most whose weights spill before all state has: beyond that many another layer's state takes less."""
 
-GRADIENT_RING = 3
+GRADIENT_RING = 2
 """RAM gradient slots that layers use in turn, without clipping and for gradients that wait for the norm on the device:
-one arrives, one waits, one is read by the update."""
+one arrives while another is read by the update, and what else is finished waits on the device."""
 
 SHARED_SLOT_RATIO = 1.25
 """A vocabulary layer shares the decoder layers' staging slots where it is at most this much larger than they are."""
@@ -81,30 +81,24 @@ def homes(
     assert clip or not device_gradients, "without clipping no gradient waits"
     state_slot = staging(model, state, staging_slots)
     weight_slot = staging(model, weights, staging_slots)
-    gradient = _gradient_slots(model, clip, device_gradients)
+    slots, spans = _gradient_slots(model, clip, device_gradients)
     first_held = len(model.layers) - device_gradients
     return tuple(
         LayerHome(
             weight_slot.get(layer.index),
             state_slot.get(layer.index),
-            gradient[layer.index],
+            slots[layer.index],
+            spans[layer.index],
             gradient_on_device=layer.index >= first_held,
         )
         for layer in model.layers
     )
 
 
-def without_ram_gradients(
-    model: ModelLayout, homes: Sequence[LayerHome], layers: Sequence[int]
-) -> tuple[LayerHome, ...]:
-    """Homes in which the gradients of `layers`, which never leave the device, take no room of their own in RAM.
-
-    Every layer has a gradient slot; theirs is that of the largest of the other layers, which alone uses it.
-    """
-    others = [layer for layer in model.layers if layer.index not in layers]
-    slot = homes[max(others, key=lambda layer: layer.numel).index].gradient_slot
+def without_ram_gradients(homes: Sequence[LayerHome], layers: Sequence[int]) -> tuple[LayerHome, ...]:
+    """Homes in which the gradients of `layers`, which never leave the device, take no room in RAM."""
     return tuple(
-        replace(home, gradient_slot=slot, gradient_on_device=True) if index in layers else home
+        replace(home, gradient_span=0, gradient_on_device=True) if index in layers else home
         for index, home in enumerate(homes)
     )
 
@@ -128,10 +122,18 @@ def staging(model: ModelLayout, spilled: Sequence[int], slots: int) -> dict[int,
     return assigned | {index: slots for index in spilled if index not in assigned}
 
 
-def _gradient_slots(model: ModelLayout, clip: bool, device_gradients: int) -> tuple[int, ...]:
-    """Slots of their own for gradients that wait in RAM; a ring for the others, which each update soon frees."""
+def _gradient_slots(model: ModelLayout, clip: bool, device_gradients: int) -> tuple[list[int], list[int]]:
+    """First slot of each layer's gradient, and how many it takes.
+
+    Gradients that wait in RAM have slots of their own. The others take turns in a ring, which each update soon frees;
+    one larger than a decoder layer's takes all of it, so that it costs no slot as large as the vocabulary.
+    """
     held_in_ram = len(model.layers) - device_gradients if clip else 0
-    # One slot more is as large as the vocabulary. After the norm an offload has its update behind it at once, so that
-    # none waits between the two.
-    ring = staging(model, range(held_in_ram, len(model.layers)), GRADIENT_RING - 1 if clip else GRADIENT_RING)
-    return (*range(held_in_ram), *(held_in_ram + ring[layer] for layer in sorted(ring)))
+    ring = model.layers[held_in_ram:]
+    decoder = max((layer.numel for layer in ring if layer.kind is LayerKind.DECODER), default=0)
+    slots, spans, turn = list(range(held_in_ram)), [1] * held_in_ram, 0
+    for layer in ring:
+        spans.append(GRADIENT_RING if 0 < decoder < layer.numel else 1)
+        slots.append(held_in_ram + (turn if spans[-1] == 1 else 0))
+        turn = (turn + 1) % GRADIENT_RING if spans[-1] == 1 else turn
+    return slots, spans

@@ -23,7 +23,7 @@ def arena_terms(tier: TierPlan) -> tuple[Term, ...]:
     terms = [
         _ram("weights", _distinct(arena.weights, own), "what the device streams, of layers at home in RAM"),
         _ram("weight staging slots", _distinct(arena.weights, [not x for x in own]), "NVMe -> RAM -> device, pinned"),
-        _ram("gradients", _distinct(arena.gradients), _gradient_reason(tier)),
+        _ram("gradients", _united(arena.gradients), _gradient_reason(tier)),
         _ram(
             "gradient sums",
             sum(sums.num_bytes - arena.gradients[layer].num_bytes for layer, sums in arena.gradient_sums.items()),
@@ -154,11 +154,21 @@ def _distinct(extents: Iterable[Extent], chosen: Iterable[bool] | None = None) -
     return sum(sizes.values())
 
 
+def _united(extents: Iterable[Extent]) -> int:
+    """Bytes that any of the extents covers."""
+    covered, end = 0, 0
+    for extent in sorted(extents):
+        start, end = max(end, extent.offset_bytes), max(end, extent.offset_bytes + extent.num_bytes)
+        covered += max(0, end - start)
+    return covered
+
+
 def _gradient_reason(tier: TierPlan) -> str:
-    slots = len({home.gradient_slot for home in tier.homes})
+    slots = len({slot for home in tier.homes for slot in home.ram_gradient})
     own = sum(not home.gradient_on_device for home in tier.homes)
     if tier.gradient_sums:
         return f"of {slots} layers, from wave to wave and until the update, pinned"
     if slots == own:
         return f"of {own} layers, held until the global norm is known, pinned"
-    return f"{slots} slots, each free again after its update, pinned"
+    large = ", the vocabulary takes all of them" if any(home.gradient_span > 1 for home in tier.homes) else ""
+    return f"{slots} slots, each free again after its update{large}, pinned"

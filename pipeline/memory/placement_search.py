@@ -174,7 +174,7 @@ def _placement(request: PlacementRequest, budget: MemoryBudget, tier: TierPlan, 
     """A way that fits, and what the rest of the device is used for."""
     extras = extras_of(request, tier.homes, spilled, held, budget.gpu_bytes)
     if not tier.gradient_sums:
-        tier = replace(tier, homes=without_ram_gradients(request.model, tier.homes, extras.device_updates))
+        tier = replace(tier, homes=without_ram_gradients(tier.homes, extras.device_updates))
     device = device_account(request, spilled, held, extras)
     host = (*arena_terms(tier), *process_terms(ArenaMap.of(tier).total_bytes, request.processes))
     if not request.processes.cuda:
@@ -199,6 +199,7 @@ def _schedule(request: PlacementRequest, homes: tuple[LayerHome, ...], extras: E
         weight_slots=tuple(home.weight_slot for home in homes),
         state_slots=tuple(home.state_slot for home in homes),
         gradient_slots=tuple(home.gradient_slot for home in homes),
+        gradient_spans=tuple(home.gradient_span for home in homes),
         device_gradients=tuple(home.gradient_on_device for home in homes),
         device_updates=extras.device_updates,
         kept_layers=extras.kept_layers,

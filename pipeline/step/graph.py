@@ -64,9 +64,9 @@ class Graph:
             return Resource("held gradient", layer)
         return Resource("outgoing", (self.plan.head - layer) % self.plan.outgoing_buffers)
 
-    def gradient(self, layer: int) -> Resource:
-        """The RAM slot that the layer's gradient leaves for."""
-        return Resource("gradient", self.plan.gradient_slot(layer))
+    def gradient(self, layer: int) -> tuple[Resource, ...]:
+        """The RAM slots that the layer's gradient leaves for."""
+        return tuple(Resource("gradient", slot) for slot in self.plan.ram_gradient(layer))
 
 
 def _unique(keys: tuple[Key, ...]) -> tuple[Key, ...]:

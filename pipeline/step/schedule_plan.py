@@ -27,7 +27,9 @@ class SchedulePlan:
     state_slots: tuple[int | None, ...] = ()
     """By layer: RAM slot of state that lives on NVMe; empty or None where it lives in RAM."""
     gradient_slots: tuple[int, ...] = ()
-    """By layer: gradient slot in RAM; empty means one of its own for every layer."""
+    """By layer: its first gradient slot in RAM; empty means one of its own for every layer."""
+    gradient_spans: tuple[int, ...] = ()
+    """By layer: how many gradient slots it takes, side by side; empty means one."""
     device_gradients: tuple[bool, ...] = ()
     """By layer: whether the gradient waits for the norm in a device buffer of its own; empty means none does. Only
     with clipping."""
@@ -80,9 +82,10 @@ class SchedulePlan:
         """RAM slot that stages the layer's optimizer state from NVMe, or None."""
         return self.state_slots[layer] if self.state_slots else None
 
-    def gradient_slot(self, layer: int) -> int:
-        """RAM slot that holds the layer's gradient from `offload` to `update`."""
-        return self.gradient_slots[layer] if self.gradient_slots else layer
+    def ram_gradient(self, layer: int) -> range:
+        """RAM slots that hold the layer's gradient from `offload` to `update`."""
+        first = self.gradient_slots[layer] if self.gradient_slots else layer
+        return range(first, first + (self.gradient_spans[layer] if self.gradient_spans else 1))
 
     def accumulator(self, layer: int) -> int:
         """Accumulator of a layer's gradient: of a step in waves one works while the other's sum leaves or comes."""

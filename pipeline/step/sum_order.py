@@ -38,6 +38,6 @@ class SumOrder:
         self._graph.add(
             Key(Op.STORE_SUM, layer, wave=wave),
             after=(summed,),
-            takes=(self._graph.gradient(layer),),
+            takes=self._graph.gradient(layer),
             holds=self.resource(layer),
         )

@@ -82,7 +82,7 @@ class UpdateOrder:
         self._graph.add(
             Key(Op.OFFLOAD, layer),
             after=(self._complete[layer],),
-            takes=(self._graph.gradient(layer),),
+            takes=self._graph.gradient(layer),
             holds=(self._graph.outgoing(layer),),
         )
 
@@ -106,7 +106,7 @@ class UpdateOrder:
                 Key(Op.UPDATE, layer),
                 after=tuple(after),
                 after_last=after_last,
-                holds=(self._graph.gradient(layer),),
+                holds=self._graph.gradient(layer),
             )
         )
         if ram_slot is not None:

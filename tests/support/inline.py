@@ -86,6 +86,7 @@ class Case:
             weight_slots=tuple(home.weight_slot for home in placed),
             state_slots=tuple(home.state_slot for home in placed),
             gradient_slots=tuple(home.gradient_slot for home in placed),
+            gradient_spans=tuple(home.gradient_span for home in placed),
             device_gradients=tuple(home.gradient_on_device for home in placed),
             device_updates=self.device_updates,
             kept_layers=self.kept_layers,

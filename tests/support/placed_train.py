@@ -35,13 +35,14 @@ def placed(*arguments: Any, **options: Any) -> Placement:
         staging_slots=wanted.staging_slots,
     )
     if wanted.device_updates:
-        moved = without_ram_gradients(model, moved, wanted.device_updates)
+        moved = without_ram_gradients(moved, wanted.device_updates)
     schedule = replace(
         usual.schedule,
         decoder_slots=wanted.decoder_slots,
         weight_slots=tuple(home.weight_slot for home in moved),
         state_slots=tuple(home.state_slot for home in moved),
         gradient_slots=tuple(home.gradient_slot for home in moved),
+        gradient_spans=tuple(home.gradient_span for home in moved),
         device_gradients=tuple(home.gradient_on_device for home in moved),
         device_updates=tuple(wanted.device_updates),
         kept_layers=wanted.kept_layers,

@@ -19,6 +19,7 @@ def make_plan(
     decoder_slots: int = 2,
     spilled: str = "none",
     ring: int = 0,
+    spanning: bool = False,
     held: int = 0,
     on_device: int = 0,
     kept: int = 0,
@@ -29,13 +30,17 @@ def make_plan(
 ) -> SchedulePlan:
     kinds = (LayerKind.EMBEDDING, *[LayerKind.DECODER] * decoders, LayerKind.HEAD)
     slots = tuple(None if kind is not LayerKind.DECODER else index % 2 for index, kind in enumerate(kinds))
-    gradients = (
-        tuple(decoders + index if kind is not LayerKind.DECODER else index % ring for index, kind in enumerate(kinds))
-        if ring
-        else ()
-    )
+    gradients, spans = (), ()
+    if ring:
+        large = [kind is not LayerKind.DECODER for kind in kinds]
+        apart = 0 if spanning else decoders
+        gradients = tuple(
+            apart + index * (not spanning) if large[index] else index % ring for index in range(len(kinds))
+        )
+        spans = tuple(ring if spanning and each else 1 for each in large)
     device_gradients = tuple(index >= len(kinds) - held for index in range(len(kinds)))
     if held:
+        spans = ()
         gradients = tuple(
             len(kinds) + index % 3 if on_device else index for index, on_device in enumerate(device_gradients)
         )
@@ -47,6 +52,7 @@ def make_plan(
         weight_slots=slots if spilled == "weights" else (),
         state_slots=slots if spilled != "none" else (),
         gradient_slots=gradients,
+        gradient_spans=spans,
         device_gradients=device_gradients,
         kept_layers=min(kept, decoders),
         own_slots=min(own, decoders),
@@ -131,24 +137,24 @@ class Machine:
                 buffer = self.outgoing_key(layer)
                 assert self.outgoing[buffer] == (layer, step)
                 self.outgoing[buffer] = None
-                slot = plan.gradient_slot(layer)
-                assert slot not in self.gradients, f"{key} overwrites {self.gradients[slot]}"
-                self.gradients[slot] = (layer, step)
+                for slot in plan.ram_gradient(layer):
+                    assert slot not in self.gradients, f"{key} overwrites {self.gradients[slot]}"
+                    self.gradients[slot] = (layer, step)
             case Op.STORE_SUM:
                 assert self.sums[plan.accumulator(layer)] == (layer, step, key.wave + 1)
                 self.sums[plan.accumulator(layer)] = None
-                slot = plan.gradient_slot(layer)
+                (slot,) = plan.ram_gradient(layer)
                 assert slot not in self.gradients, f"{key} overwrites {self.gradients[slot]}"
                 self.ram_sums[slot] = (layer, step, key.wave + 1)
             case Op.FETCH_SUM:
                 assert self.sums[plan.accumulator(layer)] is None, f"{key} overwrites a sum"
-                self.sums[plan.accumulator(layer)] = self.ram_sums.pop(plan.gradient_slot(layer))
+                self.sums[plan.accumulator(layer)] = self.ram_sums.pop(plan.ram_gradient(layer)[0])
                 assert self.sums[plan.accumulator(layer)] == (layer, step, key.wave)
             case Op.LOAD_STATE:
                 assert self.on_disk[layer] == step
                 self.ram_state[plan.state_slot(layer) or 0] = (layer, step)
             case Op.UPDATE:
-                assert self.gradients.pop(plan.gradient_slot(layer)) == (layer, step)
+                assert all(self.gradients.pop(slot) == (layer, step) for slot in plan.ram_gradient(layer))
                 assert self.version[layer] == step
                 self.version[layer] += 1
                 if plan.state_slot(layer) is not None:

@@ -36,6 +36,7 @@ plans = (
         decoder_slots=st.integers(1, 3),
         spilled=st.sampled_from(["none", "state", "weights"]),
         ring=st.sampled_from([0, 2, 3]),
+        spanning=st.booleans(),
         kept=st.integers(0, 7),
         own=st.integers(0, 7),
         every=st.integers(1, 4),

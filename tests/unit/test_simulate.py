@@ -148,6 +148,7 @@ def test_gradients_held_on_the_device_cross_the_link_once_and_gain_no_time(state
     schedule = replace(
         in_ram.schedule,
         gradient_slots=tuple(home.gradient_slot for home in forced),
+        gradient_spans=tuple(home.gradient_span for home in forced),
         device_gradients=tuple(home.gradient_on_device for home in forced),
     )
     on_device = predict(replace(in_ram, tier=replace(in_ram.tier, homes=forced), schedule=schedule))
