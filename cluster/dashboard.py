@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.environment import SESSION_FOLDER
 from cluster.errors import ClusterError
+from cluster.exit_status import command_of
 from cluster.state import HeadState
 
 _REQUEST_S = 10.0
@@ -26,6 +27,7 @@ class Job:
     submission_id: str
     status: str
     entrypoint: str
+    """Its command."""
 
     @property
     def finished(self) -> bool:
@@ -71,9 +73,9 @@ class Dashboard:
     def jobs(self) -> list[Job]:
         """Submitted jobs, finished ones too."""
         return [
-            Job(job["submission_id"], job["status"], job["entrypoint"])
+            Job(name, job["status"], command_of(job["entrypoint"], self.state.temp_dir, name))
             for job in self._request("GET", "/api/jobs/")
-            if job.get("submission_id")
+            if (name := job.get("submission_id"))
         ]
 
     def stop_job(self, submission_id: str) -> None:

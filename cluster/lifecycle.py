@@ -21,6 +21,7 @@ from cluster import preflight, processes
 from cluster.dashboard import Dashboard
 from cluster.environment import JOB_STOP_WAIT_S, OBJECT_STORE_BYTES, SESSION_FOLDER, head_environment
 from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.exit_status import write_runner
 from cluster.load import machine_load
 from cluster.state import HeadState, StateDirectory
 
@@ -145,6 +146,7 @@ def _start_once(
     try:
         preflight.require_short(temp_dir / SESSION_FOLDER)
         directory.write_token()
+        write_runner(temp_dir)
         _run_ray_start(state, settings, ports)
         state = replace(state, address=f"{_HOST}:{ports.gcs}", processes=tuple(processes.processes_of(state.marker)))
         directory.save(state)
