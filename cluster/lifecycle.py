@@ -37,6 +37,8 @@ _START_S = 120.0
 _READY_S = 60.0
 _END_GRACE_S = 5.0
 _POLL_S = 0.2
+_LAST_WORDS_S = 3.0
+"""Ray looks for new lines of a job's log every two seconds: who follows it sees its end, before the head goes."""
 _HOST = "127.0.0.1"
 
 
@@ -203,7 +205,7 @@ def _run_ray_start(state: HeadState, settings: HeadSettings, ports: preflight.Po
 
 def _stop_jobs(dashboard: Dashboard, grace_s: float, say: Callable[[str], None]) -> None:
     """Ask running jobs to stop, and wait for them."""
-    running = [job for job in dashboard.jobs() if not job.finished]
+    running = stopped = [job for job in dashboard.jobs() if not job.finished]
     for job in running:
         say(f"stopping job {job.submission_id} ({job.entrypoint}); it may take up to {grace_s:.0f} s")
         dashboard.stop_job(job.submission_id)
@@ -213,6 +215,8 @@ def _stop_jobs(dashboard: Dashboard, grace_s: float, say: Callable[[str], None])
         running = [job for job in dashboard.jobs() if not job.finished]
     for job in running:
         say(f"warning: job {job.submission_id} did not stop within {grace_s:.0f} s and is killed")
+    if stopped:
+        time.sleep(_LAST_WORDS_S)
 
 
 def _clear(directory: StateDirectory, state: HeadState) -> None:

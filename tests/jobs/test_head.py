@@ -187,6 +187,9 @@ def test_goes_without_a_trace_and_leaves_its_neighbour_alone(machine: Machine, t
     assert head.temp_dir.stat().st_mode & 0o077 == 0
     with followed(second) as submitted:
         down = second.run("cluster.head", "down")
+        assert submitted.stdout is not None and "saved" in submitted.stdout.read(), (
+            "the head went before its last words"
+        )
         assert submitted.wait(60) == 3
     assert down.returncode == 0, down.stderr
     (unset,) = (line.split()[1:] for line in down.stdout.splitlines() if line.startswith("  unset "))
