@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.environment import SESSION_FOLDER
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, said
+from cluster.exit_status import command_of
+from cluster.session import Session
 from cluster.state import HeadState
 
 _REQUEST_S = 10.0
@@ -26,6 +26,7 @@ class Job:
     submission_id: str
     status: str
     entrypoint: str
+    """Its command."""
 
     @property
     def finished(self) -> bool:
@@ -33,11 +34,14 @@ class Job:
         return self.status in _FINISHED
 
 
-def _knock(port: int) -> None:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=_REQUEST_S).close()
-    except OSError as error:
-        raise ClusterError(f"nothing answers yet on port {port}, where jobs are started: {error}") from error
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a head has and where it tells of itself."""
+
+    resources: dict[str, float]
+    """Total of each kind, e.g. CPU and GPU in units, memory in bytes."""
+    metrics_url: str | None
+    """Where Prometheus reads, without a token; None where Ray exports none."""
 
 
 @dataclass(frozen=True)
@@ -46,49 +50,60 @@ class Dashboard:
 
     state: HeadState
 
-    def wait_until_ready(self, agent_port: int, timeout_s: float) -> None:
-        """Return when jobs can be submitted.
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when jobs can be submitted: the dashboard answers, and the agent that starts them has its port.
+
+        The dashboard refuses jobs where the agent comes 10 s late. That something listens on a port says nothing of it:
+        it may be a stranger's, and without a port of its own the agent goes on, and starts no job.
 
         Args:
-            agent_port: Of the process that starts jobs; the dashboard refuses jobs where it comes 10 s late.
             timeout_s: How long both may take.
 
         Raises:
-            ClusterError: Not within `timeout_s`.
+            ClusterError: Not within `timeout_s`, or the agent says that it will have no port.
         """
+        session = Session(self.state.temp_dir)
         deadline = time.monotonic() + timeout_s
         while True:
+            agent_port = session.agent_port()
+            if agent_port is not None and agent_port < 0:
+                raise ClusterError(f"Ray's agent, which starts jobs, got no port; its log is in {session.logs}")
             try:
                 self._request("GET", "/api/version")
-                _knock(agent_port)
-                return
+                if agent_port is not None:
+                    return
+                why = "Ray's agent, which starts jobs, has no port yet"
             except ClusterError as error:
-                if time.monotonic() > deadline:
-                    logs = self.state.temp_dir / SESSION_FOLDER / "session_latest" / "logs"
-                    raise ClusterError(f"{error}. Jobs need the dashboard; its log is in {logs}") from error
-                time.sleep(_POLL_S)
+                why = said(error)
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{why}. Jobs need both the dashboard and its agent; their logs are in {session.logs}"
+                )
+            time.sleep(_POLL_S)
 
     def jobs(self) -> list[Job]:
         """Submitted jobs, finished ones too."""
         return [
-            Job(job["submission_id"], job["status"], job["entrypoint"])
+            Job(name, job["status"], command_of(job["entrypoint"], self.state.temp_dir, name))
             for job in self._request("GET", "/api/jobs/")
-            if job.get("submission_id")
+            if (name := job.get("submission_id"))
         ]
 
     def stop_job(self, submission_id: str) -> None:
         """Ask a job to stop; returns before it has."""
         self._request("POST", f"/api/jobs/{submission_id}/stop")
 
-    def resources(self) -> dict[str, float]:
-        """Total of each resource kind, e.g. CPU and GPU in units, memory in bytes."""
+    def node(self) -> Node:
+        """The one node that a head is."""
         answer = self._request("GET", "/api/v0/nodes?detail=1")
-        totals: dict[str, float] = {}
-        for node in answer["data"]["result"]["result"]:
-            if node["state"] == "ALIVE":
-                for name, amount in node["resources_total"].items():
-                    totals[name] = totals.get(name, 0.0) + amount
-        return {name: amount for name, amount in totals.items() if not name.startswith("node:")}
+        alive = [node for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"]
+        if not alive:
+            raise ClusterError("the head has no node that is alive")
+        total = alive[0]["resources_total"].items()
+        resources = {name: amount for name, amount in total if not name.startswith("node:")}
+        port = Session(self.state.temp_dir).metrics_port()
+        metrics_url = None if port is None or port < 0 else f"http://{alive[0]['node_ip']}:{port}/metrics"
+        return Node(resources, metrics_url)
 
     def _request(self, method: str, path: str) -> Any:
         """Send a request and parse its JSON answer; the shape is Ray's."""
@@ -104,4 +119,4 @@ class Dashboard:
         except urllib.error.HTTPError as error:
             raise ClusterError(f"{method} {url} was answered with {error.code} {error.reason}") from error
         except (OSError, ValueError) as error:
-            raise ClusterError(f"{method} {url} was not answered: {error}") from error
+            raise ClusterError(f"{method} {url} was not answered: {said(error)}") from error

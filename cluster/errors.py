@@ -13,3 +13,8 @@ class ClusterRefusedError(ClusterError, ValueError):
 
 class OutputRefusedError(ValueError):
     """The place that a command's result was to be written to takes none: status 2."""
+
+
+def said(error: BaseException) -> str:
+    """What an error of others says, without the full stop at its end: a sentence goes on after it."""
+    return str(error).rstrip(". \n")

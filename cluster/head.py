@@ -17,9 +17,10 @@ from pathlib import Path
 
 from cluster.command_line import CommandParser, count_to, not_negative, port
 from cluster.dashboard import Dashboard
-from cluster.environment import JOB_STOP_WAIT_S, client_environment, state_directory
+from cluster.environment import JOB_STOP_WAIT_S, client_environment, left_over, state_directory
 from cluster.errors import ClusterError, ClusterRefusedError
 from cluster.lifecycle import HeadSettings, live_head, start, stop
+from cluster.quantities import amount
 from cluster.state import HeadState, StateDirectory
 
 MOST_CPUS = 10_000
@@ -35,9 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "up":
             return parser.printed(_up(directory, options))
         if options.command == "down":
-            stopped = stop(directory, job_grace_s=options.job_grace_s, say=_say)
-            print("the head is down" if stopped else "no head was up")
-            return 0
+            return _down(directory, options.job_grace_s)
         state = live_head(directory)
         if state is None:
             print(f"no head is up ({directory.path}); start one with `python -m cluster.head up`", file=sys.stderr)
@@ -87,7 +86,7 @@ def _parser() -> CommandParser:
         type=not_negative,
         metavar="S",
         default=float(JOB_STOP_WAIT_S),
-        help="seconds that running jobs get to end by themselves",
+        help=f"seconds that running jobs get to finish their step and save ({JOB_STOP_WAIT_S})",
     )
     status = commands.add_parser("status", help="address, dashboard, resources and jobs")
     status.add_argument("--json", action="store_true", help="print it as JSON")
@@ -112,16 +111,30 @@ def _up(directory: StateDirectory, options: argparse.Namespace) -> int:
     return 0
 
 
+def _down(directory: StateDirectory, job_grace_s: float) -> int:
+    state = directory.load()
+    stopped = stop(directory, job_grace_s=job_grace_s, say=_say)
+    print("the head is down" if stopped else "no head was up")
+    if state is not None and (
+        names := left_over(
+            os.environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
+        )
+    ):
+        print(f"this shell still points at it; run\n  unset {' '.join(names)}")
+    return 0
+
+
 def _status(state: HeadState, *, as_json: bool) -> int:
     dashboard = Dashboard(state)
-    resources, jobs = dashboard.resources(), dashboard.jobs()
+    node, jobs = dashboard.node(), dashboard.jobs()
     if as_json:
         print(
             json.dumps(
                 {
                     "address": state.address,
                     "dashboard_url": state.dashboard_url,
-                    "resources": resources,
+                    "metrics_url": node.metrics_url,
+                    "resources": node.resources,
                     "jobs": [
                         {"id": job.submission_id, "status": job.status, "entrypoint": job.entrypoint} for job in jobs
                     ],
@@ -130,7 +143,10 @@ def _status(state: HeadState, *, as_json: bool) -> int:
         )
         return 0
     print(describe(state))
-    print(f"resources    {', '.join(f'{name} {amount:g}' for name, amount in sorted(resources.items()))}")
+    print(
+        f"metrics      {node.metrics_url or 'none'} (for Prometheus, without the token: ray_megatrain_loss and others)"
+    )
+    print(f"resources    {', '.join(amount(*resource) for resource in sorted(node.resources.items()))}")
     for job in jobs:
         print(f"job          {job.submission_id} {job.status} {job.entrypoint}")
     return 0

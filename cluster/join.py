@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray._private.services import resolve_ip_for_localhost
 from ray.exceptions import RayError
 
 from cluster import processes
 from cluster.address import HeadAddress
 from cluster.environment import HEAD_MARKER, OBJECT_STORE_BYTES, SESSION_FOLDER, settings
-from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.errors import ClusterError, ClusterRefusedError, said
 from cluster.load import machine_load
 from cluster.preflight import require_short
 from cluster.state import write_private
@@ -76,12 +77,12 @@ def connect(
         return
     head = HeadAddress.parse(address, named)
     try:
-        head.knock()
+        _where_ray_goes(head).knock()
         context = ray.init(address=address, logging_level=logging.WARNING)
     except (OSError, RuntimeError, RayError) as error:
         raise ClusterError(
-            f"no Ray head could be joined at {address}: {error}. Start one with `python -m cluster.head up` and take "
-            "its variables from `python -m cluster.head env`, or unset RAY_ADDRESS to run without one"
+            f"no Ray head could be joined at {address}: {said(error)}. Start one with `python -m cluster.head up` and "
+            "take its variables from `python -m cluster.head env`, or unset RAY_ADDRESS to run without one"
         ) from error
     try:
         yield Connection(_gcs_address(), embedded=False, dashboard_url=_url(context.dashboard_url))
@@ -144,13 +145,12 @@ def _start(temp_dir: Path, num_cpus: int | None, num_gpus: int | None) -> None:
             ray.shutdown()
             processes.end(marker, (), grace_s=_END_GRACE_S)
             if last:
-                why = str(error).rstrip(".")
                 raise ClusterError(
-                    f"an embedded Ray did not start in {temp_dir}, nor when it was tried again: {why}. The machine has "
-                    f"{machine_load()}, and Ray gives its daemons {_START_S} s to come up: let other work end, or give "
-                    "this more cores, and run the same command again"
+                    f"an embedded Ray did not start in {temp_dir}, nor when it was tried again: {said(error)}. The "
+                    f"machine has {machine_load()}, and Ray gives its daemons {_START_S} s to come up: let other work "
+                    "end, or give this more cores, and run the same command again"
                 ) from error
-            logger.warning("Ray did not start (%s); the machine has %s; trying once more", error, machine_load())
+            logger.warning("Ray did not start (%s); the machine has %s; trying once more", said(error), machine_load())
 
 
 def require_resources(needed: Mapping[str, float], timeout_s: float) -> None:
@@ -186,6 +186,14 @@ def _lacks(needed: Mapping[str, float], present: Mapping[str, float]) -> bool:
 def _amounts(needed: Mapping[str, float], present: Mapping[str, float] | None = None) -> str:
     amounts = needed if present is None else {name: present.get(name, 0.0) for name in needed}
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _where_ray_goes(head: HeadAddress) -> HeadAddress:
+    """For a loopback address Ray takes the machine's, unless it is told as `cluster.head env` does to stay on it.
+
+    A head of `cluster.head up` does not listen there, and Ray would try for many minutes.
+    """
+    return HeadAddress(resolve_ip_for_localhost(head.host), head.port)
 
 
 def _gcs_address() -> str:

@@ -19,8 +19,15 @@ from pathlib import Path
 
 from cluster import preflight, processes
 from cluster.dashboard import Dashboard
-from cluster.environment import JOB_STOP_WAIT_S, OBJECT_STORE_BYTES, SESSION_FOLDER, head_environment
+from cluster.environment import (
+    JOB_STOP_WAIT_S,
+    OBJECT_STORE_BYTES,
+    SESSION_FOLDER,
+    TEMPORARY_FOLDER,
+    head_environment,
+)
 from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.exit_status import write_runner
 from cluster.load import machine_load
 from cluster.state import HeadState, StateDirectory
 
@@ -30,6 +37,8 @@ _START_S = 120.0
 _READY_S = 60.0
 _END_GRACE_S = 5.0
 _POLL_S = 0.2
+_LAST_WORDS_S = 3.0
+"""Ray looks for new lines of a job's log every two seconds: who follows it sees its end, before the head goes."""
 _HOST = "127.0.0.1"
 
 
@@ -145,10 +154,12 @@ def _start_once(
     try:
         preflight.require_short(temp_dir / SESSION_FOLDER)
         directory.write_token()
+        (temp_dir / TEMPORARY_FOLDER).mkdir()
+        write_runner(temp_dir)
         _run_ray_start(state, settings, ports)
         state = replace(state, address=f"{_HOST}:{ports.gcs}", processes=tuple(processes.processes_of(state.marker)))
         directory.save(state)
-        Dashboard(state).wait_until_ready(ports.agent, _READY_S)
+        Dashboard(state).wait_until_ready(_READY_S)
     except BaseException:
         processes.end(state.marker, state.processes, grace_s=_END_GRACE_S)
         _clear(directory, state)
@@ -161,13 +172,14 @@ def _run_ray_start(state: HeadState, settings: HeadSettings, ports: preflight.Po
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"]
     command += [f"--port={ports.gcs}", f"--temp-dir={state.temp_dir / SESSION_FOLDER}"]
     command += [f"--dashboard-host={_HOST}", f"--dashboard-port={ports.dashboard}", "--include-dashboard=true"]
-    command += [f"--ray-client-server-port={ports.client_server}", f"--dashboard-agent-listen-port={ports.agent}"]
+    command += [f"--ray-client-server-port={ports.client_server}"]
     command += [f"--object-store-memory={settings.object_store_bytes}"]
-    # 0: workers bind free ports of their own choice. A fixed range would meet that of another head.
-    command += ["--min-worker-port=0", "--max-worker-port=0"]
+    # 0: workers and the agent bind free ports. A fixed range would meet that of another head, and a port that was found
+    # free may be taken when the agent, which Ray starts last, comes to it.
+    command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     if settings.num_cpus is not None:
         command.append(f"--num-cpus={settings.num_cpus}")
-    environ = head_environment(os.environ, marker=state.marker, token_path=state.token_path)
+    environ = head_environment(os.environ, marker=state.marker, token_path=state.token_path, temp_dir=state.temp_dir)
     log_path = state.temp_dir / "start.log"
     with log_path.open("wb") as log:
         try:
@@ -193,7 +205,7 @@ def _run_ray_start(state: HeadState, settings: HeadSettings, ports: preflight.Po
 
 def _stop_jobs(dashboard: Dashboard, grace_s: float, say: Callable[[str], None]) -> None:
     """Ask running jobs to stop, and wait for them."""
-    running = [job for job in dashboard.jobs() if not job.finished]
+    running = stopped = [job for job in dashboard.jobs() if not job.finished]
     for job in running:
         say(f"stopping job {job.submission_id} ({job.entrypoint}); it may take up to {grace_s:.0f} s")
         dashboard.stop_job(job.submission_id)
@@ -203,6 +215,8 @@ def _stop_jobs(dashboard: Dashboard, grace_s: float, say: Callable[[str], None])
         running = [job for job in dashboard.jobs() if not job.finished]
     for job in running:
         say(f"warning: job {job.submission_id} did not stop within {grace_s:.0f} s and is killed")
+    if stopped:
+        time.sleep(_LAST_WORDS_S)
 
 
 def _clear(directory: StateDirectory, state: HeadState) -> None:

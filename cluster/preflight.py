@@ -38,12 +38,11 @@ _RANDOM_PORTS = range(20000, 30000)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Ports of a head's daemons; all other ports Ray picks free ones for by itself."""
+    """Ports of a head that somebody has to know before; all others Ray binds where the system has one free."""
 
     gcs: int
     dashboard: int
     client_server: int
-    agent: int
 
 
 def warnings_of(temp_root: Path, object_store_bytes: int, environ: Mapping[str, str]) -> list[str]:
@@ -124,7 +123,6 @@ def choose_ports(port: int | None, dashboard_port: int | None, avoid: Ports | No
         gcs=_choose("--port", port, 6379, taken),
         dashboard=_choose("--dashboard-port", dashboard_port, 8265, taken),
         client_server=_choose("", None, 10001, taken),
-        agent=_choose("", None, 52365, taken),
     )
 
 
@@ -140,7 +138,7 @@ def _choose(option: str, asked: int | None, usual: int, taken: set[int]) -> int:
 
 
 def _is_free(port: int) -> bool:
-    """Whether a daemon could listen on `port`: Ray's listen on all interfaces, whatever address they are told."""
+    """Whether a daemon could listen on `port` of any interface: what has it on another one would be mistaken for it."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         # As daemons do: a port in TIME_WAIT can be had.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

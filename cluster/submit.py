@@ -2,7 +2,8 @@
 
     python -m cluster.submit [--no-wait] -- python -m tasks.train RECIPE.toml
 
-Ctrl+C stops the job, which then finishes its step and writes a checkpoint; a second one leaves it to itself. Nothing
+Ctrl+C stops the job, which then finishes its step, writes a checkpoint and ends with its own status (3 of
+`tasks.train`); what has not ended ten minutes later is killed. A second Ctrl+C leaves it to itself (130). Nothing
 changes where nobody reads the log any more (`| head`): the job goes on, and its status comes back when it ends.
 """
 
@@ -11,19 +12,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import working_dir
-from cluster.command_line import CommandParser
+from cluster.command_line import FAILED, CommandParser
 from cluster.environment import client_environment, state_directory
-from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.errors import ClusterError, ClusterRefusedError, said
+from cluster.exit_status import ExitStatus, runner
 from cluster.lifecycle import live_head
+from cluster.log_text import PrintedLog
 from cluster.state import HeadState, StateDirectory
 
 if TYPE_CHECKING:
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 
 _RETRY_S = 1.0
 _RETRIES = 30
+_RETRIES_ENDED = 3
+"""Where the job is known to have ended: its head may have gone with it."""
 _INTERRUPTED = 130
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -65,6 +71,8 @@ class SubmittedJob:
 
     client: JobSubmissionClient
     submission_id: str
+    exit_status: Callable[[], int | None]
+    """Of its command; None before its end, and where it was killed."""
 
 
 def submit(state: HeadState, command: Sequence[str], directory: Path) -> SubmittedJob:
@@ -81,11 +89,13 @@ def submit(state: HeadState, command: Sequence[str], directory: Path) -> Submitt
         ClusterError: The head does not answer or refuses the job.
     """
     directory = directory.resolve()
-    entrypoint = shlex.join(absolute(command, directory))
+    program = absolute(command, directory)
     try:
-        entrypoint.encode()
+        shlex.join(program).encode()
     except UnicodeEncodeError as error:
-        raise ClusterRefusedError(f"the command {entrypoint!r} is not UTF-8, as what a job gets must be") from error
+        raise ClusterRefusedError(
+            f"the command {shlex.join(program)!r} is not UTF-8, as what a job gets must be"
+        ) from error
     # Before Ray is imported, because that is when it reads them; RAY_AUTH_TOKEN would win over the file.
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update(
@@ -93,6 +103,8 @@ def submit(state: HeadState, command: Sequence[str], directory: Path) -> Submitt
             os.environ, address=state.address, dashboard_url=state.dashboard_url, token_path=state.token_path
         )
     )
+    # It excludes by itself what is excluded here by name, and warns of each.
+    os.environ.setdefault("RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES", "")
     from ray.exceptions import RayError
     from ray.job_submission import JobSubmissionClient
     from requests import RequestException  # part of `ray[default]`, as the client is
@@ -101,15 +113,18 @@ def submit(state: HeadState, command: Sequence[str], directory: Path) -> Submitt
     # A dozen lines about ignore files and closed sockets a job; the first two set a level of their own.
     for name in ("ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    submission_id = f"raysubmit_{secrets.token_hex(8)}"
+    exit_status = ExitStatus.expect(state.temp_dir, submission_id)
     try:
         client = JobSubmissionClient(state.dashboard_url)
-        submission_id = client.submit_job(
-            entrypoint=entrypoint,
+        client.submit_job(
+            entrypoint=shlex.join([*runner(state.temp_dir, submission_id), *program]),
+            submission_id=submission_id,
             runtime_env={"working_dir": str(directory), "excludes": list(working_dir.EXCLUDES)},
         )
     except (ConnectionError, RuntimeError, RequestException, RayError) as error:
-        raise ClusterError(f"the job could not be submitted to {state.dashboard_url}: {error}") from error
-    return SubmittedJob(client, submission_id)
+        raise ClusterError(f"the job could not be submitted to {state.dashboard_url}: {said(error)}") from error
+    return SubmittedJob(client, submission_id, exit_status)
 
 
 def absolute(command: Sequence[str], here: Path) -> list[str]:
@@ -157,26 +172,37 @@ async def _follow(job: SubmittedJob) -> int:
     finally:
         # It may have ended by itself before it could be stopped, or its head be gone: then the log has ended too.
         await asyncio.gather(*stopping, return_exceptions=True)
-    if ended.status == "SUCCEEDED":
+    if ended is not None and ended.status == "SUCCEEDED":
         return 0
-    print(f"job {job.submission_id} {ended.status}: {ended.message}", file=sys.stderr, flush=True)
-    return ended.driver_exit_code or 1
+    status = job.exit_status()
+    if status is None:
+        status = None if ended is None else ended.driver_exit_code
+    return FAILED if status is None else status
 
 
-async def _print_log(job: SubmittedJob) -> JobDetails:
-    """Print the log to its end; return what became of the job."""
-    ended: JobDetails | None = None
-    async for said in _log(job):
-        if isinstance(said, str):
-            print(said, end="", flush=True)
-        else:
-            ended = said
-    assert ended is not None
-    return ended
+async def _print_log(job: SubmittedJob) -> JobDetails | None:
+    """Print the log to its end and what became of the job, which is returned as far as the head tells it."""
+    printed = PrintedLog()
+    async for piece in _log(job):
+        if isinstance(piece, str):
+            print(piece, end="", flush=True)
+            printed.add(piece)
+            continue
+        if piece is None:
+            print(f"job {job.submission_id} ended, and its head is gone", file=sys.stderr, flush=True)
+        elif piece.status != "SUCCEEDED":
+            message, unseen = printed.news(piece.message or "")
+            print(unseen, end="", flush=True)
+            print(f"job {job.submission_id} {piece.status}: {message}", file=sys.stderr, flush=True)
+        return piece
+    raise AssertionError
 
 
-async def _log(job: SubmittedJob) -> AsyncIterator[str | JobDetails]:
-    """The log to its end, going on where it was after a lost connection, and at last what became of the job."""
+async def _log(job: SubmittedJob) -> AsyncIterator[str | JobDetails | None]:
+    """The log to its end, going on where it was after a lost connection, and at last what became of the job.
+
+    That is None where it has ended and the head does not answer any more, as after `cluster.head down`.
+    """
     import aiohttp  # part of `ray[default]`, as the client is
     from ray.exceptions import RayError
 
@@ -198,9 +224,12 @@ async def _log(job: SubmittedJob) -> AsyncIterator[str | JobDetails]:
                 return
         except (OSError, RuntimeError, aiohttp.ClientError, RayError) as error:
             failures += 1
+            if failures > _RETRIES_ENDED and job.exit_status() is not None:
+                yield None
+                return
             if failures > _RETRIES:
                 raise ClusterError(
-                    f"the head no longer answers ({error}); job {job.submission_id} may still run: "
+                    f"the head no longer answers ({said(error)}); job {job.submission_id} may still run: "
                     "see `python -m cluster.head status`"
                 ) from error
         await asyncio.sleep(_RETRY_S)

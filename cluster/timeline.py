@@ -18,7 +18,7 @@ from typing import Any
 
 from cluster.command_line import CommandParser
 from cluster.environment import client_environment, state_directory
-from cluster.errors import ClusterError, ClusterRefusedError, OutputRefusedError
+from cluster.errors import ClusterError, ClusterRefusedError, OutputRefusedError, said
 from cluster.lifecycle import live_head
 from cluster.output_file import OutputFile
 from cluster.state import HeadState, StateDirectory
@@ -97,7 +97,7 @@ def _ask(state: HeadState) -> tuple[list[Event], dict[str, str]]:
         finally:
             ray.shutdown()
     except (ConnectionError, RuntimeError) as error:
-        raise ClusterError(f"the head at {state.address} did not answer: {error}") from error
+        raise ClusterError(f"the head at {state.address} did not answer: {said(error)}") from error
     by_pid = {actor.pid: f"{actor.name or actor.class_name} ({actor.pid})" for actor in actors}
     names = {worker.worker_id: by_pid[worker.pid] for worker in workers if worker.pid in by_pid}
     return list(events or []), names

@@ -21,9 +21,10 @@ from pathlib import Path
 
 from cluster.command_line import CommandParser
 from cluster.errors import ClusterError
-from cluster.lifecycle import HeadSettings, start, stop
+from cluster.lifecycle import HeadSettings, live_head, start, stop
 from cluster.state import HeadState, StateDirectory
 from cluster.submit import follow, submit
+from tasks import demo_words
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPE = "tasks/recipes/demo.toml"
@@ -41,8 +42,23 @@ _PROMPT = "class Queue:\n    def __init__(self"
 _SAMPLE_TOKENS = 160
 
 
+_STOPPED = frozenset({3, 130, 143, 129})
+"""Exit statuses of our commands that a signal ended: after a checkpoint, or with nothing new to save."""
+
+
 class DemoError(RuntimeError):
     """A stage of the demo failed; its own message stands above."""
+
+
+class DemoStoppedError(Exception):
+    """A stage of the demo was stopped by its user."""
+
+    def __init__(self, status: int, goes_on: Sequence[str] | None) -> None:
+        super().__init__()
+        self.status = status
+        """Exit status of the stage."""
+        self.goes_on = goes_on
+        """Command that goes on from what it saved; None where that is nothing."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ class DemoPaths:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns 0 when a model was trained and exported."""
+    """Run the demo; returns 0 when a model was trained and exported, 3 or 128 + signal where it was stopped."""
     parser = CommandParser("tasks.demo", __doc__)
     parser.add_argument("--keep", action="store_true", help="leave the head and its dashboard up at the end")
     parser.add_argument("--dir", type=Path, help="a new directory for all of it (runs/demo-DATE)")
@@ -90,14 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return parser.refuse(f"{paths.root} cannot be made: {error.strerror}")
     try:
-        return _demo(paths, options.overrides)
+        return _demo(paths, options.overrides, keep=options.keep)
+    except DemoStoppedError as stopped:
+        _say(demo_words.stopped(REPOSITORY, stopped.goes_on))
+        return stopped.status
     except (ClusterError, DemoError, OSError) as error:
         return parser.fail(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        if options.keep:
-            print(
+        if options.keep and live_head(paths.state) is not None:
+            _say(
                 f"the head stays up; stop it with\n  MEGATRAIN_STATE={paths.state.path} {_PYTHON} -m cluster.head down"
             )
         else:
@@ -110,33 +129,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.rmtree(paths.state.path, ignore_errors=True)
 
 
-def _demo(paths: DemoPaths, changes: Sequence[str]) -> int:
+def _demo(paths: DemoPaths, changes: Sequence[str], *, keep: bool) -> int:
     started = time.monotonic()
     files = copy_standard_library(paths.data)
     _say(
         f"data         {files} files of Python's standard library, every {_HELD_OUT_EVERY}th held out, in {paths.data}"
     )
     head = start(paths.state, HeadSettings(), _say)
-    _say(f"dashboard    {head.dashboard_url} (token in {head.token_path})")
+    until = "" if keep else " until the demo ends"
+    _say(f"dashboard    {head.dashboard_url} (it asks for the token in {head.token_path}{until})")
     settings = {
         "run.dir": paths.run,
         "data.path": paths.data / "train",
         "data.eval_path": paths.data / "held-out",
     }
     sets = [f"{key}={json.dumps(str(value))}" for key, value in settings.items()] + list(changes)
-    _job(head, ["python", "-m", "tasks.train", RECIPE, *(part for change in sets for part in ("--set", change))])
-    _job(head, ["python", "-m", "tasks.export_hf", str(paths.run), str(paths.model)])
+    train = ["tasks.train", RECIPE, *(part for change in sets for part in ("--set", change))]
+    _job(head, train, resumes=False)
+    _job(head, ["tasks.export_hf", str(paths.run), str(paths.model)], resumes=True)
     first, last = held_out_losses(paths.run)
-    sample = continuation(paths.model, _PROMPT)
+    sample = demo_words.sample(continuation(paths.model, _PROMPT))
     print(
         f"\nlearnt       held-out loss {first:.2f} -> {last:.2f} nats a byte in {time.monotonic() - started:.0f} s\n"
         f"writes\n{textwrap.indent(sample, ' ' * 13)}\n"
         f"run          {paths.run}\n"
         f"model        {paths.model} (Hugging Face format)\n"
-        f"look at it   {_PYTHON} -m tasks.inspect {paths.run}\n"
-        f"your own     {_PYTHON} -m cluster.head up\n"
-        f"             {_PYTHON} -m cluster.submit -- python -m tasks.train {RECIPE} \\\n"
-        "                 --set data.path=DIRECTORY_OF_TEXTS --set data.eval_path=ANOTHER"
+        + demo_words.next_steps(_PYTHON, RECIPE, paths.run, paths.state.path if keep else None)
     )
     return 0
 
@@ -196,13 +214,21 @@ def _sources(library: Path) -> Iterator[tuple[str, Path]]:
                 yield ".".join(path.relative_to(library).with_suffix("").parts), path
 
 
-def _job(head: HeadState, command: Sequence[str]) -> None:
-    """Run a command as a job from the checkout, to its end."""
-    job = submit(head, command, REPOSITORY)
-    _say(f"job          {job.submission_id}: {' '.join(command[:4])}")
+def _job(head: HeadState, command: Sequence[str], *, resumes: bool) -> None:
+    """Run a command as a job from the checkout, to its end.
+
+    Args:
+        head: That runs it.
+        command: After `python -m`.
+        resumes: Whether it can be done over wherever it was stopped; else only after it has saved (3).
+    """
+    job = submit(head, ["python", "-m", *command], REPOSITORY)
+    _say(f"job          {job.submission_id}: python -m {' '.join(command[:2])}")
     status = follow(job)
+    if status in _STOPPED:
+        raise DemoStoppedError(status, [str(_PYTHON), "-m", *command] if resumes or status == 3 else None)
     if status:
-        raise DemoError(f"`{' '.join(command[:3])}` ended with status {status}")
+        raise DemoError(f"`python -m {command[0]}` ended with status {status}")
 
 
 def _leave(signum: int, _frame: object) -> None:

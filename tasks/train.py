@@ -15,8 +15,9 @@ Exit status: 0 trained; 1 the run failed; 2 the recipe, model, data or machine w
 3 stopped by SIGTERM (`ray job stop`), SIGINT or SIGHUP (a closed terminal) after a checkpoint of the last finished
 step, to be gone on with; 130 ended at once by a second such signal; 130, 143 or 129 ended by SIGINT, SIGTERM or SIGHUP
 before the first step, with nothing changed. A signal that is ignored from the start, as by `nohup`, stays so. Ray
-ends a job that is still saving when the grace period of the head is over (RAY_JOB_STOP_WAIT_TIME_S, which
-`cluster.head up` raises): the checkpoint before is whole.
+kills a job that has not saved when the grace period of the head is over: 600 s with `cluster.head up`, which a step and
+its checkpoint have to fit in; 3 s with plain `ray start` unless RAY_JOB_STOP_WAIT_TIME_S says more. The checkpoint
+before is whole then.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,8 +12,11 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from cluster import preflight
@@ -106,12 +110,30 @@ def test_plain_ray_job_submit_works_with_the_printed_environment(machine: Machin
     assert f"ran {sys.executable}" in submitted.stdout
 
 
-def test_an_interrupt_stops_the_job_politely(machine: Machine) -> None:
-    (machine.work / "job.py").write_text(
-        "import signal, sys\n"
-        "def stop(*_):\n    print('saved', flush=True)\n    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, stop)\nprint('started', flush=True)\nsignal.pause()\n"
-    )
+def test_what_a_failed_job_said_is_printed_once_and_what_is_excluded_is_no_warning(machine: Machine) -> None:
+    for folder in (".git", ".venv"):
+        (machine.work / folder).mkdir(exist_ok=True)
+    (machine.work / "job.py").write_text("import sys\nprint('said', 6 * 7)\nsys.exit(7)\n")
+    submitted = machine.run("cluster.submit", "--", "python", "job.py")
+    assert (submitted.stdout + submitted.stderr).count("said 42") == 1
+    assert "exit code 7" in submitted.stderr and "ignored by default" not in submitted.stderr + submitted.stdout
+
+
+STOPPABLE = """
+import signal, sys
+def stop(*_):
+    print('saved', flush=True)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, stop)
+print('started', flush=True)
+signal.pause()
+"""
+
+
+@contextmanager
+def followed(machine: Machine) -> Iterator[subprocess.Popen[str]]:
+    """A job that has started and is followed, and that ends with 3 when it is stopped."""
+    (machine.work / "job.py").write_text(STOPPABLE)
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "cluster.submit", "--", "python", "job.py"],
         env=machine.environ,
@@ -124,9 +146,33 @@ def test_an_interrupt_stops_the_job_politely(machine: Machine) -> None:
         for line in submitted.stdout:
             if line == "started\n":
                 break
+        yield submitted
+
+
+def test_an_interrupt_stops_the_job_politely_and_ends_with_its_status(machine: Machine) -> None:
+    with followed(machine) as submitted:
         submitted.send_signal(signal.SIGINT)
-        assert "saved" in submitted.stdout.read()
-        assert submitted.wait(60) != 0
+        assert submitted.stdout is not None and "saved" in submitted.stdout.read()
+        assert submitted.wait(60) == 3
+
+
+def test_all_that_a_head_and_its_jobs_listen_on_is_this_machine_s_alone(machine: Machine) -> None:
+    head = machine.head()
+    with followed(machine) as submitted:
+        owners = {process.pid for process in processes_of(head.marker, head.processes)}
+        ports = [each for each in psutil.net_connections("inet") if each.status == "LISTEN" and each.pid in owners]
+        submitted.send_signal(signal.SIGINT)
+    assert len(ports) >= 8 and {each.laddr.ip for each in ports} <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
+def test_status_says_where_metrics_are_and_sizes_as_people_read_them(machine: Machine) -> None:
+    url = json.loads(machine.run("cluster.head", "status", "--json").stdout)["metrics_url"]
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=10) as answer:
+        assert b"\nray_" in answer.read()
+    shown = machine.run("cluster.head", "status").stdout
+    assert f"metrics      {url} " in shown
+    assert re.search(r"CPU 1, memory [0-9.,]+ [GM]iB, object_store_memory 256 MiB\n", shown)
 
 
 def test_goes_without_a_trace_and_leaves_its_neighbour_alone(machine: Machine, tmp_path: Path) -> None:
@@ -134,10 +180,20 @@ def test_goes_without_a_trace_and_leaves_its_neighbour_alone(machine: Machine, t
     up = second.run("cluster.head", "up", "--json")
     assert up.returncode == 0, up.stderr
     head, neighbour = second.head(), machine.head()
+    assert list((head.temp_dir / "tmp").glob("pymp-*")), "else the dashboard left it in the machine's"
+    shell = dict(re.findall(r"^export (\w+)=(.*)$", second.run("cluster.head", "env").stdout, re.MULTILINE))
+    second.environ |= shell
     assert json.loads(up.stdout)["dashboard_url"] != neighbour.dashboard_url
     assert head.temp_dir.stat().st_mode & 0o077 == 0
-    down = second.run("cluster.head", "down")
+    with followed(second) as submitted:
+        down = second.run("cluster.head", "down")
+        assert submitted.stdout is not None and "saved" in submitted.stdout.read(), (
+            "the head went before its last words"
+        )
+        assert submitted.wait(60) == 3
     assert down.returncode == 0, down.stderr
+    (unset,) = (line.split()[1:] for line in down.stdout.splitlines() if line.startswith("  unset "))
+    assert set(unset) == shell.keys() - {"no_proxy", "NO_PROXY"}
     assert processes_of(head.marker, head.processes) == frozenset()
     assert not head.temp_dir.exists() and not head.token_path.exists()
     assert StateDirectory(second.state).load() is None
@@ -186,3 +242,28 @@ def test_a_port_taken_between_choice_and_use_is_another_the_second_time(
             stop(directory, say=said.append)
     assert any("already occupied" in line for line in said)
     assert any("a load of " in line for line in said)
+
+
+def test_a_head_whose_agent_gets_no_port_is_not_ready_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray goes on without it, and every submission would fail."""
+    run, tried = subprocess.run, list[int]()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = f"--dashboard-agent-listen-port={other.getsockname()[1]}"
+
+        def run_once_with_it(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+            tried.append(len(tried))
+            lost = [taken if part.startswith(taken.partition("=")[0]) else part for part in command]
+            assert lost != command
+            return run(lost if len(tried) == 1 else command, **options)
+
+        monkeypatch.setattr(subprocess, "run", run_once_with_it)
+        directory, said = StateDirectory(tmp_path / "state"), list[str]()
+        try:
+            start(directory, HeadSettings(num_cpus=1), said.append)
+        finally:
+            stop(directory, say=said.append)
+    assert len(tried) == 2 and any("agent" in line and "got no port" in line for line in said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import ClusterRefusedError
-from cluster.join import require_resources
+from cluster.errors import ClusterError, ClusterRefusedError
+from cluster.join import connect, require_resources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -108,6 +109,22 @@ def test_a_ray_that_does_not_come_up_in_time_is_tried_once_more_and_then_the_loa
         assert "failed: " in ran.stdout and "timed out during startup. The machine has a load of " in ran.stdout
     assert "left 0" in ran.stdout, "nothing of a start that failed goes on running"
     assert list(temp.iterdir()) == []
+
+
+def test_a_head_that_listens_where_ray_would_not_look_for_it_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one of `cluster.head up` without the variables of `cluster.head env`."""
+    monkeypatch.setattr("ray._private.services.get_node_ip_address", lambda: "127.0.0.2")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with (
+            pytest.raises(ClusterError, match=r"take its variables from `python -m cluster\.head env`"),
+            connect(address),
+        ):
+            pass
 
 
 def test_more_than_the_cluster_has_is_refused_at_once_with_both_amounts(ray_local: None) -> None:

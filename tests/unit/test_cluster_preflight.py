@@ -33,7 +33,7 @@ def test_a_port_that_was_asked_for_and_is_taken_is_refused(taken: int) -> None:
 
 def test_all_ports_are_free_and_differ_though_the_usual_ones_are_taken(taken: int) -> None:
     ports = preflight.choose_ports(None, None)
-    assert len({ports.gcs, ports.dashboard, ports.client_server, ports.agent, taken}) == 5
+    assert len({ports.gcs, ports.dashboard, ports.client_server, taken}) == 4
 
 
 def test_a_small_dev_shm_is_a_warning_with_the_size_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,9 @@ class Client:
     interrupted: bool = False
     followed: int = 0
     asked: int = 0
+    message: str = "why"
+    status: JobStatus = JobStatus.FAILED
+    exit_code: int | None = 7
     stopped: threading.Event = field(default_factory=threading.Event)
 
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
@@ -51,11 +54,11 @@ class Client:
         self.asked += 1
         if self.asked > 1:
             raise requests.ConnectionError("the head is gone")
-        return SimpleNamespace(status=JobStatus.FAILED, message="why", driver_exit_code=7)
+        return SimpleNamespace(status=self.status, message=self.message, driver_exit_code=self.exit_code)
 
 
-def job_of(client: Client) -> SubmittedJob:
-    return SubmittedJob(client, "some")  # type: ignore[arg-type]
+def job_of(client: Client, status: int | None = None) -> SubmittedJob:
+    return SubmittedJob(client, "some", lambda: status)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +78,41 @@ def test_a_head_that_answers_no_more_is_an_error_in_the_end() -> None:
     client.asked = 1
     with pytest.raises(ClusterError, match="no longer answers"):
         follow(job_of(client))
+
+
+def test_a_stopped_job_ends_with_the_status_that_its_command_had_which_the_head_does_not_know() -> None:
+    for status, expected in ((3, 3), (0, 0), (None, 1)):
+        client = Client([["some\n"]], status=JobStatus.STOPPED, exit_code=None)
+        assert follow(job_of(client, status)) == expected
+
+
+def test_a_job_that_is_known_to_have_ended_is_not_waited_for_when_its_head_is_gone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client = Client([["a\n"]] + [[OSError("lost")]] * submit._RETRIES, asked=1)
+    assert follow(job_of(client, 3)) == 3
+    assert "ended, and its head is gone" in capsys.readouterr().err and len(client.tries) > 20
+
+
+CITED = "exit code 7, last available logs (truncated to 20,000 chars):\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "cited", "unseen"),
+    [
+        ("one\ntwo\n", "one\ntwo\n", ""),
+        ("one\ntwo\n", "two\r\n", ""),
+        ("one\ntwo\n", "wo", ""),
+        ("one\ntwo\n", "one\ntwo\nthree\n", "three\n"),
+        ("", "one\n", "one\n"),
+    ],
+)
+def test_of_what_ray_cites_of_the_log_only_what_was_not_printed_is(
+    log: str, cited: str, unseen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert follow(job_of(Client([[log]], message=CITED + cited))) == 7
+    said = capsys.readouterr()
+    assert said.out == log + unseen and said.err == "job some FAILED: exit code 7\n"
 
 
 def test_what_printing_raises_is_not_taken_for_a_head_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
