@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import PipelineError
-from pipeline.prediction.hardware import Hardware
+from pipeline.prediction.hardware import NO_GPU, Hardware
 from pipeline.recipe import Recipe
 from tiers.host_memory import available_host_bytes
 from tiers.processors import usable_cores
@@ -51,8 +51,18 @@ class MachineMemory:
 
     @classmethod
     def of_hardware(cls, hardware: Hardware, recipe: Recipe) -> MachineMemory:
-        """A described machine, whose drives count where the recipe names a directory for them."""
-        cuda = recipe.train.device != "cpu"
+        """A described machine, whose drives count where the recipe names a directory for them.
+
+        Raises:
+            PipelineError: The recipe wants a GPU, and it has none.
+        """
+        has_gpu = hardware.device.name != NO_GPU
+        if recipe.train.device == "cuda" and not has_gpu:
+            raise PipelineError(
+                f'train.device = "cuda": {hardware.name} has no GPU; describe another machine, or set '
+                'train.device = "auto"'
+            )
+        cuda = has_gpu and recipe.train.device != "cpu"
         gpu_bytes = hardware.device.memory_bytes if cuda else hardware.host.memory_bytes
         drive = hardware.nvme if recipe.memory.nvme_dir is not None else None
         nvme_bytes = int(drive.capacity_gb * 1e9) if drive is not None else 0
@@ -84,7 +94,8 @@ def gpu_memory() -> tuple[int, str]:
     question = "import torch; print(torch.cuda.mem_get_info()[0], torch.cuda.get_device_name())"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
     if answer.returncode:
-        reason = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        reason = last.partition("Error: ")[2] or last
         raise PipelineError(f'train.device = "cuda": no GPU answers ({reason}); set train.device = "cpu"')
     free_bytes, _, name = answer.stdout.strip().partition(" ")
     return int(free_bytes), name

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.prediction.device_costs import ATTENTION_BACK
-from pipeline.prediction.hardware import ATTENTION_KEYS, GIB, Device, Link
+from pipeline.prediction.hardware import ATTENTION_KEYS, GIB, NO_GPU, Device, Link
 from tiers.host_memory import available_host_bytes
 
 GEMM_SIZE = 8192
@@ -33,7 +33,7 @@ def measure_device(copy_gbps: float, seconds: float) -> Device:
         device = torch.device("cpu")
         gemm = _gemm_tflops(device, 1024, seconds)
         return Device(
-            "CPU",
+            NO_GPU,
             available_host_bytes() / GIB,
             gemm,
             copy_gbps,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from pipeline.prediction.hardware import SHIPPED, Device, Hardware, Host, Link, Nvme, load_hardware
+from pipeline.prediction.hardware import NO_GPU, SHIPPED, Device, Hardware, Host, Link, Nvme, load_hardware
 
 UNKNOWN_GPU = "a100-pcie-512gb"
 """Shipped machine whose figures stand for a GPU that none has: neither the fastest nor the slowest of them."""
@@ -20,7 +20,7 @@ UNKNOWN_DRIVE = Nvme(capacity_gb=0.0, read_gbps=3.0, write_gbps=2.0, read_busy_g
 CPU = Hardware(
     name="CPU",
     origin="assumed",
-    device=Device("CPU", 8.0, gemm_tflops=0.1, memory_gbps=20.0, product_tail=1e5, pass_s=1e-3),
+    device=Device(NO_GPU, 8.0, gemm_tflops=0.1, memory_gbps=20.0, product_tail=1e5, pass_s=1e-3),
     link=Link(to_device_gbps=10.0, to_host_gbps=10.0, both_ways_gbps=5.0),
     host=Host(4, 16.0, copy_gbps=20.0, update_gparams_per_s=1.0, update_busy_gparams_per_s=0.8),
     nvme=UNKNOWN_DRIVE,

@@ -30,9 +30,12 @@ class HardwareError(ValueError):
     """A hardware file cannot be read. The message names the file and every key that is wrong."""
 
 
+NO_GPU = "CPU"
+
+
 @dataclass(frozen=True, config=_CLOSED)
 class Device:
-    """The GPU, or the CPU that stands in for one."""
+    """The GPU, or the CPU that stands in for one: then its name is NO_GPU."""
 
     name: str
     memory_gib: Rate

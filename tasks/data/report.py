@@ -36,8 +36,9 @@ class DataReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.num_files:,} files, {self.rows:,} rows -> {self.documents:,} documents -> "
-            f"{self.sequences:,} sequences of {self.sequence_length:,} -> {self.tokens:,} tokens, "
+            f"{_counted(self.num_files, 'file')}, {_counted(self.rows, 'row')} -> "
+            f"{_counted(self.documents, 'document')} -> {_counted(self.sequences, 'sequence')} of "
+            f"{self.sequence_length:,} -> {self.tokens:,} tokens, "
             f"{self.supervised_tokens:,} of them targets; {self.padding_tokens:,} padding "
             f"({self.padding_tokens / max(1, self.sequences * self.sequence_length):.1%})"
         ]
@@ -52,3 +53,7 @@ class DataReport:
         )
         lines += [f"  {count:,} {note}" for count, note in notes if count]
         return "\n".join(lines)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")

@@ -141,7 +141,7 @@ def test_report_tells_rows_documents_sequences_tokens(tmp_path: Path) -> None:
     path.write_text('{"text": "abc"}\n' * 300 + '{"text": ""}\n')
     report = open_path(tmp_path, path, length=16, on_bad_row="skip").report
     assert str(report) == (
-        "1 files, 301 rows -> 300 documents -> 75 sequences of 16 -> 1,200 tokens, 900 of them targets; "
+        "1 file, 301 rows -> 300 documents -> 75 sequences of 16 -> 1,200 tokens, 900 of them targets; "
         "0 padding (0.0%)\n  rows left out: 1 empty text"
     )
 

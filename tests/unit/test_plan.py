@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipeline.prediction.hardware import SHIPPED, HardwareError, find_hardware, hardware_toml, load_hardware
+from pipeline.prediction.hardware import NO_GPU, SHIPPED, HardwareError, find_hardware, hardware_toml, load_hardware
 from tasks.plan import main
 
 RECIPES = SHIPPED.parent / "plan"
@@ -31,6 +32,17 @@ def test_every_shipped_machine_reads_back_equal(path: Path, tmp_path: Path) -> N
     written.write_text(hardware_toml(hardware))
     assert load_hardware(written) == hardware
     assert find_hardware(path.stem) == path
+
+
+def test_a_machine_that_was_probed_without_a_gpu_has_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = tmp_path / "machine.toml"
+    shipped = load_hardware(SHIPPED / "h200-measured.toml")
+    machine.write_text(hardware_toml(replace(shipped, device=replace(shipped.device, name=NO_GPU))))
+    recipe, chosen = str(RECIPES / "qwen2.5-7b.toml"), ["--hardware", str(machine), "--set"]
+    _, text = plan(capsys, recipe, *chosen, "train.device=auto")
+    assert "in place of device memory" in text and "CUDA" not in text
+    status, text = plan(capsys, recipe, *chosen, "train.device=cuda")
+    assert status == 2 and "has no GPU" in text
 
 
 def test_an_empty_name_is_no_machine() -> None:
