@@ -10,7 +10,7 @@ setup: $(INSTALLED)
 
 # Only the dependencies: the folders of this checkout are run from here, never installed.
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Python 3.11 to 3.13 is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print("\n".join(p["dependencies"] + p["optional-dependencies"]["dev"]))' > .venv/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt

@@ -57,6 +57,7 @@ class RunLog:
         self._gauges = RunGauges(run.name)
         self._spans_before: list[LaneSpan] = []
         self._updates: dict[int, list[Any]] = {}
+        self._learning_rate = recipe.learning_rate()
         self._compiled_graphs: deque[int] = deque(maxlen=2)
         """Known after each of the last steps."""
         self._ended_s = time.monotonic()
@@ -84,7 +85,7 @@ class RunLog:
             step=progress.step,
             applied_steps=progress.applied_steps,
             loss=result.loss if result else math.nan,
-            lr=result.control.lr if result else 0.0,
+            lr=result.control.lr if result else self._learning_rate.at(progress.applied_steps + 1),
             grad_norm=result.grad_norm if result else math.nan,
             tokens=batch.batch.tokens,
             supervised_tokens=batch.batch.supervised_tokens,

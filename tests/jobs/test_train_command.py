@@ -219,6 +219,8 @@ def test_steps_without_supervised_tokens_change_nothing_and_are_counted(place: P
     assert [row["supervised_tokens"] for row in found] == [252, 252, 0, 252, 0]
     assert [row["loss"] is None for row in found] == [False, False, True, False, True]
     assert [row["applied_steps"] for row in found] == [1, 2, 2, 3, 3]
+    rate = load_recipe(run_dir / "recipe.toml").learning_rate()
+    assert [row["lr"] for row in found] == [rate.at(step) for step in (1, 2, 3, 3, 4)]
     checkpoints = run_dir / "checkpoints"
     assert sorted(path.name[-1] for path in checkpoints.iterdir()) == ["1", "2", "3", "4", "5"]
     assert_same_state(checkpoints / "step-000003", checkpoints / "step-000002")
